@@ -1,0 +1,151 @@
+"""Answers: what was sampled for some prompts, as text, scored."""
+
+from dataclasses import dataclass, replace
+
+import jax
+import numpy as np
+from jaxtyping import Array, Key
+
+from grpo_jax.rewards.combine import RewardPart, RewardTable, score
+from grpo_jax.tasks.base import Prompt, Task, prompt_ids
+from grpo_jax.tokenizer import Tokenizer
+from grpo_jax.types import Rollout, Sampler, SamplingParams
+
+
+@dataclass(frozen=True)
+class RolloutSettings:
+    """`rollout` in the config. Lengths in tokens."""
+
+    prompts: int  # N, per step
+    group_size: int  # G, answers per prompt
+    max_prompt_length: int  # longer prompts are dropped at load
+    max_completion_length: int  # T, the generation budget
+    temperature: float
+    top_p: float  # 1: off
+    top_k: int  # 0: off
+
+    @property
+    def sampling(self) -> SamplingParams:
+        return SamplingParams(self.max_completion_length, self.temperature, self.top_p, self.top_k)
+
+
+@dataclass(frozen=True)
+class Answers:
+    """Sampled and scored, in host memory: B = len(prompts) * G rows, prompt-major."""
+
+    prompts: tuple[Prompt, ...]
+    rollout: Rollout  # numpy leaves
+    texts: tuple[str, ...]  # without special tokens and without the stop string
+    rewards: RewardTable
+
+    def __len__(self) -> int:
+        return len(self.prompts)
+
+    @property
+    def group_size(self) -> int:
+        return len(self.texts) // len(self.prompts)
+
+    @property
+    def lengths(self) -> np.ndarray:
+        return self.rollout.mask.sum(-1)
+
+    def grouped(self, values: np.ndarray) -> np.ndarray:
+        """[B] -> [N, G]"""
+        return np.asarray(values).reshape(len(self), -1)
+
+    def take(self, groups: np.ndarray) -> "Answers":
+        """Those groups, in that order."""
+        rows = (groups[:, None] * self.group_size + np.arange(self.group_size)).reshape(-1)
+        table = self.rewards
+        parts = {name: values[rows] for name, values in table.parts.items()}
+        return Answers(
+            prompts=tuple(self.prompts[group] for group in groups),
+            rollout=jax.tree.map(lambda a: a[rows], self.rollout),
+            texts=tuple(self.texts[row] for row in rows),
+            rewards=replace(table, total=table.total[rows], parts=parts),
+        )
+
+    def sample(self, count: int = 8) -> list[dict]:
+        """Rows for completions.jsonl: the first answer to each of the first `count` prompts."""
+        rows = []
+        for index, prompt in enumerate(self.prompts[:count]):
+            row = index * self.group_size
+            rows.append(
+                {
+                    "prompt": prompt.text,
+                    "completion": self.texts[row],
+                    "answer": prompt.answer,
+                    "reward": float(self.rewards.total[row]),
+                    "length": int(self.lengths[row]),
+                }
+            )
+        return rows
+
+    @staticmethod
+    def concatenate(many: "list[Answers]") -> "Answers":
+        """One after the other. The reward's error counts are those of the first."""
+        tables = [answers.rewards for answers in many]
+        parts = {
+            name: np.concatenate([table.parts[name] for table in tables])
+            for name in tables[0].parts
+        }
+        return Answers(
+            prompts=tuple(prompt for answers in many for prompt in answers.prompts),
+            rollout=jax.tree.map(lambda *x: np.concatenate(x), *[a.rollout for a in many]),
+            texts=tuple(text for answers in many for text in answers.texts),
+            rewards=replace(
+                tables[0], total=np.concatenate([t.total for t in tables]), parts=parts
+            ),
+        )
+
+
+def answer(
+    prompts: list[Prompt],
+    group_size: int,
+    *,
+    task: Task,
+    tokenizer: Tokenizer,
+    sampler: Sampler,
+    parts: list[RewardPart],
+    sampling: SamplingParams,
+    key: Key[Array, ""],
+) -> Answers:
+    """Sample `group_size` answers to each prompt and score them."""
+    ids = [prompt_ids(prompt, tokenizer) for prompt in prompts]
+    rows = np.arange(len(prompts) * group_size)
+    rollout = jax.tree.map(np.asarray, sampler.sample(ids, rows, sampling, key))
+    rollout, texts = cut_at_stop(rollout, tokenizer, task.stop_strings)
+    repeated = [prompt for prompt in prompts for _ in range(group_size)]
+    names = sorted({name for prompt in prompts for name in prompt.columns})
+    columns = {name: [p.columns.get(name) for p in repeated] for name in names}
+    columns["truncated"] = rollout.truncated.tolist()
+    rewards = score(parts, texts, [p.answer for p in repeated], columns)
+    return Answers(tuple(prompts), rollout, tuple(texts), rewards)
+
+
+def cut_at_stop(
+    rollout: Rollout, tokenizer: Tokenizer, stops: tuple[str, ...]
+) -> tuple[Rollout, list[str]]:
+    """Decode, and end each row at the token that completes a stop string (kept in the mask).
+
+    The sampler itself stops at tokens that hold a whole stop string; one that is spread over
+    several tokens is only seen in the text, and what was sampled after it is masked here.
+    """
+    mask, truncated = rollout.mask.copy(), rollout.truncated.copy()
+    texts = []
+    for row, ids in enumerate(rollout.completion):
+        length = int(mask[row].sum())
+        text = tokenizer.decode(ids[:length].tolist())
+        found = [text.index(stop) for stop in stops if stop in text]
+        if found:
+            end = next(
+                n
+                for n in range(1, length + 1)
+                if any(stop in tokenizer.decode(ids[:n].tolist()) for stop in stops)
+            )
+            mask[row, end:] = False
+            truncated[row] = False
+            text = text[: min(found)]
+        texts.append(text)
+    logp = np.where(mask, rollout.sampler_logp, 0.0)
+    return replace(rollout, mask=mask, truncated=truncated, sampler_logp=logp), texts

@@ -1,0 +1,199 @@
+"""From a checked configuration to the machinery of a run: everything is loaded here, once."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from grpo_jax import tokenizer
+from grpo_jax.answers import RolloutSettings
+from grpo_jax.evaluate import EvalSettings, Evaluator
+from grpo_jax.generate import JaxSampler
+from grpo_jax.learner import make_update
+from grpo_jax.models import gguf, hf, llama
+from grpo_jax.models.config import LlamaConfig
+from grpo_jax.optim import OptimSettings, make_optimizer, make_schedule
+from grpo_jax.policy import PolicySettings, make_logprobs
+from grpo_jax.rewards.combine import RewardPart
+from grpo_jax.rollout import Collector
+from grpo_jax.tasks.base import Task, within_limit
+from grpo_jax.tokenizer import Tokenizer
+from grpo_jax.types import Algorithm, Params, TrainState
+from grpo_jax.warmstart import WarmstartSettings, warm_params
+
+
+@dataclass(frozen=True)
+class ModelSettings:
+    """`model` in the config: a pretrained `path`, or a random model of `shape`."""
+
+    path: str | None  # a Hugging Face folder or a .gguf file (with its tokenizer beside it)
+    shape: LlamaConfig | None
+    dtype: str  # of the matmuls; parameters, optimizer and losses are float32
+    remat: bool  # recompute each layer in the backward pass
+
+
+@dataclass(frozen=True)
+class TrainSettings:
+    """`train` in the config."""
+
+    steps: int  # rollouts
+    epochs: int  # passes over each rollout
+    minibatches: int  # optimizer steps in one pass
+    micro_batch_rows: int  # rows in one forward and backward pass
+    vocab_chunk: int  # vocabulary entries whose logits exist at one time
+    max_nonfinite: int  # optimizer steps in a row with a NaN or inf, after which the run stops
+
+    @property
+    def updates_per_rollout(self) -> int:
+        return self.epochs * self.minibatches
+
+
+@dataclass(frozen=True)
+class CheckpointSettings:
+    """`checkpoint` in the config."""
+
+    every: int  # steps; 0: none at all
+    keep: int  # the newest so many
+    resume: str  # auto (from the newest in the run folder, if there is one) or never
+
+
+@dataclass(frozen=True)
+class LoggerSettings:
+    """`logger` in the config."""
+
+    wandb: str  # offline, online or disabled
+    project: str
+    group: str | None
+    tags: tuple[str, ...]
+    completions_every: int  # steps between samples in completions.jsonl; 0: only evaluations
+    progress: bool  # a bar on standard error
+
+
+@dataclass(frozen=True)
+class Run:
+    """A checked configuration, turned into what the loop needs. Nothing is loaded yet."""
+
+    seed: int
+    folder: Path
+    cache: Path
+    algorithm: Algorithm
+    task: Callable[[], Task]  # reads data when called
+    reward: tuple[RewardPart, ...]
+    model: ModelSettings
+    warmstart: WarmstartSettings
+    rollout: RolloutSettings
+    train: TrainSettings
+    optim: OptimSettings
+    eval: EvalSettings
+    checkpoint: CheckpointSettings
+    logger: LoggerSettings
+    config: dict[str, Any]  # resolved, for logs and checkpoints
+
+
+class TrainingError(RuntimeError):
+    """The run can't go on for a reason that the user can act on; the text says which."""
+
+
+@dataclass
+class Work:
+    """The machinery of one run."""
+
+    task: Task
+    sampler: JaxSampler
+    collector: Collector
+    evaluator: Evaluator
+    update: Callable
+    schedule: optax.Schedule
+    state: TrainState  # as a run begins; the loop takes it over (updates donate it)
+
+
+def assemble(run: Run) -> Work:
+    """Load the data and the model (or warm-start it), and build every jitted function."""
+    shape, params, words = _load_model(run.model)
+    model = llama.build(shape, dtype=run.model.dtype, remat=run.model.remat)
+    slots = run.rollout.max_prompt_length
+    task = within_limit(run.task(), words, slots)
+    if params is None:
+        params = _first_params(run, model, task, words)
+    params = jax.tree.map(lambda a: jnp.asarray(a, jnp.float32), params)
+    policy = PolicySettings(
+        temperature=run.rollout.temperature,
+        micro_batch_rows=run.train.micro_batch_rows,
+        vocab_chunk=run.train.vocab_chunk,
+    )
+    schedule = make_schedule(run.optim, run.train.steps * run.train.updates_per_rollout)
+    optimizer = make_optimizer(run.optim, schedule)
+    ends = tuple(sorted({*words.eos_ids, *words.stop_ids(task.stop_strings)}))
+    sampler = JaxSampler(model, slots, ends, words.pad_id)
+    common = {
+        "task": task,
+        "tokenizer": words,
+        "sampler": sampler,
+        "parts": list(run.reward),
+        "logprobs": make_logprobs(model, policy),
+    }
+    probe = None
+    if run.eval.forced_prefix is not None:
+        room = slots + len(words.encode(run.eval.forced_prefix))
+        probe = JaxSampler(model, room, ends, words.pad_id)
+    # the reference is the policy as it starts; a copy, since updates donate the state
+    reference = jax.tree.map(jnp.copy, params) if run.algorithm.kl.active else None
+    return Work(
+        task=task,
+        sampler=sampler,
+        collector=Collector(
+            algorithm=run.algorithm,
+            settings=run.rollout,
+            ref_params=reference,
+            seed=run.seed,
+            **common,
+        ),
+        evaluator=Evaluator(settings=run.eval, rollout=run.rollout, probe_sampler=probe, **common),
+        update=make_update(run.algorithm, model, optimizer, policy),
+        schedule=schedule,
+        state=TrainState(
+            trainable=params,
+            opt_state=jax.jit(optimizer.init)(params),
+            step=jnp.int32(0),
+            key=jax.random.key(run.seed),
+        ),
+    )
+
+
+def _load_model(settings: ModelSettings) -> tuple[LlamaConfig, Params | None, Tokenizer]:
+    if settings.path is None:
+        if settings.shape is None:
+            raise TrainingError("model: neither a path nor a shape")
+        return settings.shape, None, tokenizer.char_tokenizer()
+    path = Path(settings.path).expanduser()
+    if not path.exists():
+        raise TrainingError(
+            f"model.path={path}: no such file or folder (for SmolLM2, run "
+            "`python scripts/fetch_smollm2.py` first)"
+        )
+    if path.suffix == ".gguf":
+        return *gguf.load(path), tokenizer.load(path.parent)
+    return *hf.load(path), tokenizer.load(path)
+
+
+def _first_params(run: Run, model: llama.Model, task: Task, words: Tokenizer) -> Params:
+    if run.warmstart.steps == 0:
+        return jax.jit(model.init)(jax.random.fold_in(jax.random.key(run.seed), 1))
+    identity = {"task": run.config["task"], "model": run.config["model"]}
+    params, cached = warm_params(
+        run.warmstart,
+        model,
+        task,
+        words,
+        prompt_slots=run.rollout.max_prompt_length,
+        seed=run.seed,
+        identity=identity,
+        cache=run.cache,
+    )
+    if cached and run.logger.progress:
+        print(f"warm start: seed {run.seed} taken from {run.cache}")
+    return params

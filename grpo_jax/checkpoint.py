@@ -1,0 +1,166 @@
+"""Checkpoints that restore bit for bit (DESIGN.md section 10), on orbax's `CheckpointManager`.
+
+A step is four items, each readable alone: `params`, `opt_state`, `loop` (the key and the step) and
+`meta` (JSON: the loop's own counters and what describes the run). A save is atomic: a kill leaves a
+temporary folder that counts for nothing. Saving goes on in the background; close the manager
+(`with open(...) as manager:` does) before the run is called complete.
+"""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+
+from grpo_jax.types import TrainState
+
+if TYPE_CHECKING:  # orbax takes seconds to import, and a run without checkpoints never needs it
+    import orbax.checkpoint as ocp
+
+
+def open(folder: Path, keep: int | None) -> "ocp.CheckpointManager":
+    """The manager of the checkpoints in `folder`.
+
+    Args:
+        folder: may be relative: it is resolved now, so a later change of directory does no harm.
+        keep: how many of the newest checkpoints stay on disk, at least 1. The folder is made if
+            need be, and what a killed save left in it is removed by the time of the next save.
+            None: only read, and change nothing, as beside a run that is still saving.
+
+    Raises:
+        ValueError: `keep` below 1.
+        FileNotFoundError: there is no such folder to read.
+    """
+    import orbax.checkpoint as ocp
+
+    folder = Path(folder).absolute()
+    if keep is None:
+        if not folder.is_dir():
+            raise FileNotFoundError(f"no checkpoints: {folder} is not a folder")
+        options = ocp.CheckpointManagerOptions(read_only=True)
+    elif keep < 1:
+        raise ValueError(f"keep = {keep}: at least the newest checkpoint must stay")
+    else:
+        options = ocp.CheckpointManagerOptions(max_to_keep=keep, cleanup_tmp_directories=True)
+    handlers = {name: ocp.StandardCheckpointHandler() for name in ("params", "opt_state", "loop")}
+    return ocp.CheckpointManager(
+        folder, options=options, item_handlers={**handlers, "meta": ocp.JsonCheckpointHandler()}
+    )
+
+
+def save(
+    manager: "ocp.CheckpointManager",
+    step: int,
+    state: TrainState,
+    loop: dict[str, int | float],
+    meta: dict[str, Any],
+) -> None:
+    """Save one checkpoint. Returns once the state is copied off; writing goes on in the background.
+
+    Args:
+        step: the trainer's step (one rollout each), above every step saved before.
+        loop: the loop's counters, such as the number of prompts consumed; restored exactly.
+        meta: what describes the run (configuration, versions); anything JSON can hold, and restored
+            as JSON restores it (a tuple comes back as a list).
+
+    Raises:
+        RuntimeError: nothing was saved, because `step` isn't above the newest checkpoint.
+        TypeError: `loop` or `meta` holds what JSON can't.
+    """
+    import orbax.checkpoint as ocp
+
+    text = {"loop": loop, "meta": meta}
+    json.dumps(text)  # the background thread would only raise at the next save
+    saved = manager.save(
+        step,
+        args=ocp.args.Composite(
+            params=ocp.args.StandardSave(state.trainable),
+            opt_state=ocp.args.StandardSave(state.opt_state),
+            loop=ocp.args.StandardSave({"key": state.key, "step": state.step}),
+            meta=ocp.args.JsonSave(text),
+        ),
+    )
+    if not saved:  # orbax only says so by its return value
+        raise RuntimeError(
+            f"checkpoint {step} was not saved: {manager.directory} already holds step"
+            f" {manager.latest_step()}"
+        )
+
+
+def latest(manager: "ocp.CheckpointManager") -> int | None:
+    """The newest complete checkpoint's step, or None."""
+    return manager.latest_step()
+
+
+def restore(
+    manager: "ocp.CheckpointManager", step: int, abstract_state: TrainState
+) -> tuple[TrainState, dict[str, int | float], dict[str, Any]]:
+    """The state, `loop` and `meta` of a checkpoint, bit for bit as they were saved.
+
+    Args:
+        abstract_state: the state's structure, shapes, dtypes and shardings, as arrays or as
+            `jax.ShapeDtypeStruct`; optax's own tuples come back only through it. The shardings are
+            this run's and needn't be the saved ones; a leaf without one goes to the default device.
+
+    Raises:
+        ValueError: the checkpoint holds other leaves, shapes or dtypes (orbax alone would cast
+            silently), or keys of another random generator.
+    """
+    import orbax.checkpoint as ocp
+
+    target = jax.tree.map(_abstract, abstract_state)
+    trees = {
+        "params": target.trainable,
+        "opt_state": target.opt_state,
+        "loop": {"key": target.key, "step": target.step},
+    }
+    saved = manager.item_metadata(step)
+    for name, tree in trees.items():
+        _check(f"checkpoint {step}, {name}", _leaves(saved[name].tree), _leaves(tree))
+    items = {name: ocp.args.StandardRestore(tree) for name, tree in trees.items()}
+    restored = manager.restore(step, args=ocp.args.Composite(**items, meta=ocp.args.JsonRestore()))
+    for name, tree in trees.items():  # a key's generator isn't in the metadata
+        _check(f"checkpoint {step}, {name}", _leaves(restored[name]), _leaves(tree))
+    state = TrainState(
+        trainable=restored["params"],
+        opt_state=restored["opt_state"],
+        step=restored["loop"]["step"],
+        key=restored["loop"]["key"],
+    )
+    return state, restored["meta"]["loop"], restored["meta"]["meta"]
+
+
+def _abstract(leaf: Any) -> jax.ShapeDtypeStruct:
+    sharding = getattr(leaf, "sharding", None)
+    if sharding is None:
+        sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+
+def _leaves(tree: Any) -> dict[str, Any]:
+    """Leaf by name. The names of a NamedTuple's fields and of a dict's keys look alike, as orbax
+    describes the one by the other."""
+    flat = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda node: hasattr(node, "dtype"))
+    return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in flat}
+
+
+def _check(where: str, saved: dict[str, Any], target: dict[str, Any]) -> None:
+    problems = [f"{name} is missing" for name in target if name not in saved]
+    problems += [f"{name} is unknown to this run" for name in saved if name not in target]
+    for name in target:
+        if name in saved and not _same(saved[name], target[name]):
+            problems.append(f"{name} is {_text(saved[name])}, this run has {_text(target[name])}")
+    if problems:
+        more = f" (and {len(problems) - 5} more)" if len(problems) > 5 else ""
+        raise ValueError(f"{where}: {'; '.join(problems[:5])}{more}")
+
+
+def _same(saved: Any, target: Any) -> bool:
+    if jax.dtypes.issubdtype(target.dtype, jax.dtypes.prng_key) and saved.dtype == np.uint32:
+        return True  # metadata show the words that a typed key wraps, not its type
+    return tuple(saved.shape) == tuple(target.shape) and saved.dtype == target.dtype
+
+
+def _text(leaf: Any) -> str:
+    return f"{leaf.dtype}{list(leaf.shape)}"

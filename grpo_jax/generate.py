@@ -1,0 +1,161 @@
+"""Sampling completions: one jitted program does the prefill and the whole decode loop.
+
+`JaxSampler` is the built-in `Sampler` (types.py); an external engine has the same two calls.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int, Key
+
+from grpo_jax.kernels import sampling
+from grpo_jax.models.llama import Model
+from grpo_jax.types import Params, Rollout, SamplingParams
+
+
+@dataclass
+class JaxSampler:
+    """The built-in sampler. Compiles once for each (prompts, rows, SamplingParams).
+
+    `prompt_slots`: S, the width that every prompt is left-padded to; a longer one is an error.
+    `eos_ids`: tokens that end a completion (they stay in it). `pad_id` fills the rest.
+    """
+
+    model: Model
+    prompt_slots: int
+    eos_ids: tuple[int, ...]
+    pad_id: int
+    _params: Params | None = None
+    _version: int = 0
+    _programs: dict[SamplingParams, Callable] = field(default_factory=dict)
+
+    def load(self, params: Params, version: int) -> None:
+        self._params, self._version = params, version
+
+    def sample(self, prompts, row_ids, params, key) -> Rollout:
+        if self._params is None:
+            raise RuntimeError("sample() before load(): the sampler has no weights yet")
+        ids, mask = pad_prompts(prompts, self.prompt_slots, self.pad_id)
+        program = self._programs.get(params)
+        if program is None:
+            program = jax.jit(
+                partial(generate, self.model, sampling_params=params, eos_ids=self.eos_ids)
+            )
+            self._programs[params] = program
+        ids, mask, rows = jnp.asarray(ids), jnp.asarray(mask), jnp.asarray(row_ids, jnp.int32)
+        tokens, logp, length, done = program(self._params, ids, mask, rows, key)
+        valid = jnp.arange(params.max_tokens) < length[:, None]
+        group = len(row_ids) // len(prompts)
+        return Rollout(
+            prompt=jnp.repeat(ids, group, 0),
+            prompt_mask=jnp.repeat(mask, group, 0),
+            completion=jnp.where(valid, tokens, self.pad_id),
+            mask=valid,
+            sampler_logp=jnp.where(valid, logp, 0.0),
+            truncated=~done,
+            version=jnp.full(len(row_ids), self._version, jnp.int32),
+        )
+
+
+def pad_prompts(
+    prompts: Sequence[Sequence[int]], slots: int, pad_id: int
+) -> tuple[Int[np.ndarray, "P S"], Bool[np.ndarray, "P S"]]:
+    """Left-pad to `slots` tokens. ValueError for an empty prompt and for one that does not fit."""
+    ids = np.full((len(prompts), slots), pad_id, np.int32)
+    mask = np.zeros((len(prompts), slots), bool)
+    for row, prompt in enumerate(prompts):
+        if not 0 < len(prompt) <= slots:
+            raise ValueError(f"prompt {row} has {len(prompt)} tokens; it must have 1 to {slots}")
+        ids[row, -len(prompt) :] = prompt
+        mask[row, -len(prompt) :] = True
+    return ids, mask
+
+
+def given_rollout(
+    prompts: Sequence[Sequence[int]],
+    completions: Sequence[Sequence[int]],
+    prompt_slots: int,
+    slots: int,
+    pad_id: int,
+) -> Rollout:
+    """A rollout of completions that nobody sampled (demonstrations, right answers), to be scored.
+
+    Numpy leaves; a completion is cut at `slots` tokens. sampler_logp is 0.
+    """
+    prompt, prompt_mask = pad_prompts(prompts, prompt_slots, pad_id)
+    completion = np.full((len(completions), slots), pad_id, np.int32)
+    mask = np.zeros(completion.shape, bool)
+    for row, ids in enumerate(completions):
+        ids = ids[:slots]
+        completion[row, : len(ids)], mask[row, : len(ids)] = ids, True
+    return Rollout(
+        prompt=prompt,
+        prompt_mask=prompt_mask,
+        completion=completion,
+        mask=mask,
+        sampler_logp=np.zeros(mask.shape, np.float32),
+        truncated=np.zeros(len(mask), bool),
+        version=np.zeros(len(mask), np.int32),
+    )
+
+
+def generate(
+    model: Model,
+    params: Params,
+    prompt: Int[Array, "P S"],
+    prompt_mask: Bool[Array, "P S"],
+    row_ids: Int[Array, "B"],
+    key: Key[Array, ""],
+    *,
+    sampling_params: SamplingParams,
+    eos_ids: tuple[int, ...],
+) -> tuple[Int[Array, "B T"], Float[Array, "B T"], Int[Array, "B"], Bool[Array, "B"]]:
+    """Sample B/P completions of each prompt -> tokens, their log-probs, lengths, ended by EOS.
+
+    The prompt's forward pass and its keys and values are shared by the group. The loop stops when
+    every row has ended. Token t of row i uses noise of (key, row_ids[i], t) alone, so neither the
+    batch a row is in nor its place there changes what it samples. Slots past a row's length hold
+    tokens of no meaning. T = sampling_params.max_tokens.
+    """
+    B, T = row_ids.shape[0], sampling_params.max_tokens
+    group = B // prompt.shape[0]
+    head, ends = model.head(params), jnp.asarray(eos_ids, jnp.int32)
+    hidden, prompt_cache = model.prefill(params, prompt, prompt_mask)
+    start = jnp.repeat(prompt_mask.sum(-1), group)
+
+    def draw(hidden, t):
+        logits = jnp.einsum(
+            "bd,vd->bv", hidden, head.astype(hidden.dtype), preferred_element_type=jnp.float32
+        )
+        if sampling_params.temperature == 0:
+            return sampling.greedy(logits)
+        return sampling.sample(
+            sampling.row_uniform(key, row_ids, t),
+            logits,
+            temperature=sampling_params.temperature,
+            top_k=sampling_params.top_k,
+            top_p=sampling_params.top_p,
+        )
+
+    def body(carry):
+        t, token, done, length, tokens, logps, cache = carry
+        hidden, cache = model.decode(params, token, start + t, prompt_cache, prompt_mask, cache, t)
+        token, logp = draw(hidden, t + 1)
+        tokens, logps = tokens.at[t + 1].set(token), logps.at[t + 1].set(logp)
+        length = length + ~done
+        return t + 1, token, done | jnp.isin(token, ends), length, tokens, logps, cache
+
+    token, logp = draw(jnp.repeat(hidden, group, 0), 0)
+    tokens = jnp.zeros((T, B), jnp.int32).at[0].set(token)
+    logps = jnp.zeros((T, B), jnp.float32).at[0].set(logp)
+    carry = (jnp.int32(0), token, jnp.isin(token, ends), jnp.ones(B, jnp.int32), tokens, logps)
+    carry = lax.while_loop(
+        lambda c: (c[0] < T - 1) & ~jnp.all(c[2]), body, (*carry, model.empty_cache(B, T))
+    )
+    _, _, done, length, tokens, logps, _ = carry
+    return tokens.T, logps.T, length, done

@@ -1,0 +1,196 @@
+"""The training loop. Read `train` top to bottom: its phases are its comments."""
+
+import json
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from tqdm import tqdm
+
+from grpo_jax import checkpoint
+from grpo_jax.assemble import Run, TrainingError, Work, assemble
+from grpo_jax.learner import minibatches
+from grpo_jax.logging import RunLogger, write_done
+from grpo_jax.types import Batch, TrainState
+
+# streams of the run's root key (the warm start has its own)
+ROLLOUT = 1
+
+
+def train(run: Run) -> dict[str, float]:
+    """Train, evaluate, log, save -> the last evaluation's metrics.
+
+    A run folder that is already complete is left as it is, and one with checkpoints is resumed
+    (`checkpoint.resume=auto`). Raises TrainingError where the user can do something about it.
+    """
+    # LOAD: task, tokenizer, model, first parameters (a warm start is cached)
+    finished = _finished(run)
+    if finished is not None:
+        return finished
+    work = assemble(run)
+    with _records(run, work.state) as out:
+        state, step, position = out.state, out.step, out.position
+        # BASE: refuse to train a policy that knows nothing. All programs but the update compile
+        if step == 0:
+            final = _evaluate(work, state, 0, out)
+            out.logger.log(0, final)
+            _refuse_chance(run, work, final)
+        while step < run.train.steps:
+            step += 1
+            began = time.perf_counter()
+            # ROLLOUT: prompts -> answers -> rewards -> advantages
+            work.sampler.load(state.trainable, step)
+            key = jax.random.fold_in(jax.random.fold_in(state.key, ROLLOUT), step)
+            data = work.collector.collect(state.trainable, step, position, key)
+            position, rolled = data.position, time.perf_counter()
+            # UPDATE: epochs x minibatches on that rollout
+            state, metrics = _update(run, work, state, data.batch, step, out)
+            metrics |= data.metrics | {"position": float(position)}
+            metrics |= _times(began, rolled, metrics["num_tokens_step"])
+            # EVALUATE on held-out problems, with noise of its own
+            last = step == run.train.steps
+            if last or (run.eval.every and step % run.eval.every == 0):
+                final = _evaluate(work, state, step, out)
+                metrics |= final
+            # LOG: one row a step
+            out.logger.log(step, metrics)
+            if run.logger.completions_every and step % run.logger.completions_every == 0:
+                out.logger.completions(step, data.answers.sample())
+            _show(out.bar, metrics)
+            # SAVE
+            if out.manager is not None and (last or step % run.checkpoint.every == 0):
+                loop = {"position": position, "bad": out.bad}
+                checkpoint.save(out.manager, step, state, loop, {"config": run.config})
+    write_done(run.folder, step, final)
+    return final
+
+
+@dataclass
+class _Records:
+    """Where a run writes, where it starts from, and its count of bad updates in a row."""
+
+    logger: RunLogger
+    manager: Any  # orbax's, or None
+    bar: tqdm
+    state: TrainState
+    step: int
+    position: int
+    bad: int
+
+
+@contextmanager
+def _records(run: Run, state: TrainState) -> Iterator[_Records]:
+    """Open them, resumed if there is something to resume; close them whatever happens."""
+    manager, step, position, bad = None, 0, 0, 0
+    if run.checkpoint.every:
+        manager = checkpoint.open(run.folder / "checkpoints", run.checkpoint.keep)
+        newest = checkpoint.latest(manager)
+        if run.checkpoint.resume == "auto" and newest is not None:
+            state, loop, _ = checkpoint.restore(manager, newest, state)
+            step, position, bad = newest, int(loop["position"]), int(loop["bad"])
+    logger = RunLogger(
+        run.folder,
+        wandb_mode=run.logger.wandb,
+        project=run.logger.project,
+        group=run.logger.group,
+        tags=run.logger.tags,
+        config=run.config,
+        start_step=step + 1 if step else 0,
+    )
+    bar = tqdm(
+        total=run.train.steps,
+        initial=step,
+        desc=run.config.get("name") or "train",
+        unit="step",
+        disable=not run.logger.progress,
+        dynamic_ncols=True,
+    )
+    exit_code = 1
+    try:
+        yield _Records(logger, manager, bar, state, step, position, bad)
+        exit_code = 0
+    finally:
+        bar.close()
+        if manager is not None:
+            manager.close()
+        logger.close(exit_code)
+
+
+def _finished(run: Run) -> dict[str, float] | None:
+    """The final metrics of a run folder that is complete for these settings."""
+    path = run.folder / "DONE.json"
+    if run.checkpoint.resume != "auto" or not path.exists():
+        return None
+    done = json.loads(path.read_text())
+    return done["final"] if done["step"] >= run.train.steps else None
+
+
+def _evaluate(work: Work, state: TrainState, step: int, out: _Records) -> dict[str, float]:
+    metrics, rows = work.evaluator(state.trainable, step)
+    out.logger.completions(step, rows)
+    return metrics
+
+
+def _refuse_chance(run: Run, work: Work, base: dict[str, float]) -> None:
+    chance, accuracy = work.task.chance, base["eval/accuracy"]
+    if chance is not None and accuracy <= chance and not run.eval.allow_chance:
+        raise TrainingError(
+            f"the base policy answers {accuracy:.3f} of the held-out problems; chance is "
+            f"{chance:.3f}. GRPO can't teach a skill that is never sampled: warm-start longer "
+            "(warmstart.steps), take a stronger model, or insist with eval.allow_chance=true"
+        )
+
+
+def _update(
+    run: Run, work: Work, state: TrainState, batch: Batch, step: int, out: _Records
+) -> tuple[TrainState, dict[str, float]]:
+    """All optimizer steps on one rollout; metrics are means over them."""
+    rng = np.random.Generator(np.random.Philox(key=np.array([run.seed, step], np.uint64)))
+    rows, size = len(batch.advantage), run.rollout.group_size
+    steps = []
+    for index in minibatches(rows, size, run.train.epochs, run.train.minibatches, rng):
+        state, metrics = work.update(state, batch, jnp.asarray(index))
+        steps.append(metrics)
+    steps = jax.device_get(steps)  # one wait for all of them: the device is never idle in between
+    for metrics in steps:
+        out.bad = out.bad + 1 if metrics["nonfinite"] else 0
+        if out.bad >= run.train.max_nonfinite:
+            raise TrainingError(
+                f"{out.bad} updates in a row had a loss or gradient that is not finite (step "
+                f"{step}); parameters are those before them. Lower optim.lr, or look at the rewards"
+            )
+    usable = [m for m in steps if not (m["nonfinite"] or m["empty"])]
+    names = [name for name in steps[0] if name not in ("nonfinite", "empty")]
+    means = {name: float(np.mean([m[name] for m in usable])) for name in names if usable}
+    return state, means | {
+        "updates/nonfinite": float(sum(bool(m["nonfinite"]) for m in steps)),
+        "updates/empty": float(sum(bool(m["empty"]) for m in steps)),
+        "learning_rate": float(work.schedule(int(state.step) - 1)),
+    }
+
+
+def _times(began: float, rolled: float, tokens: float) -> dict[str, float]:
+    now = time.perf_counter()
+    return {
+        "time/rollout": rolled - began,
+        "time/update": now - rolled,
+        "step_time": now - began,
+        "tokens_per_second": tokens / (now - began),
+    }
+
+
+def _show(bar: tqdm, metrics: dict[str, float]) -> None:
+    shown = {
+        "reward": f"{metrics.get('reward', float('nan')):.3f}",
+        "length": f"{metrics['completions/mean_length']:.1f}",
+        "tok/s": f"{metrics['tokens_per_second']:.0f}",
+    }
+    if "eval/accuracy" in metrics:
+        shown["held-out"] = f"{metrics['eval/accuracy']:.3f}"
+    bar.set_postfix(shown, refresh=False)
+    bar.update(1)

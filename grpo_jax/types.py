@@ -1,0 +1,124 @@
+"""The data types that the layers exchange (DESIGN.md section 4).
+
+N prompts, G answers each, B = N*G rows (row i of prompt n is row n*G+i), S prompt slots
+(left-padded), T completion slots (right-padded). The array types are registered dataclasses:
+they pass through `jax.jit`, `jax.tree.map` and `jax.lax.scan` as they are.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int, Key
+
+Leaf = Any  # jax or numpy: a rollout is scored in host memory, and trained on in the device's
+Params = dict[str, Any]  # a nested dict of arrays; everything outside models/ sees nothing else
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Rollout:
+    """What a sampler returns: token ids, never text."""
+
+    prompt: Int[Leaf, "B S"]  # left-padded
+    prompt_mask: Bool[Leaf, "B S"]
+    completion: Int[Leaf, "B T"]  # right-padded
+    mask: Bool[Leaf, "B T"]  # True through the first EOS, inclusive
+    sampler_logp: Float[Leaf, "B T"]  # under the distribution really sampled; 0 behind the mask
+    truncated: Bool[Leaf, "B"]  # no EOS (or stop string) within T
+    version: Int[Leaf, "B"]  # of the weights that sampled the row
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Batch:
+    """One rollout, scored: what the learner consumes."""
+
+    rollout: Rollout
+    advantage: Float[Array, "B"]
+    old_logp: Float[Array, "B T"]
+    ref_logp: Float[Array, "B T"] | None  # None when the algorithm has no KL in its loss
+    keep: Bool[Array, "B"]  # False: unscorable or unfilled; the row's mask counts as empty
+    group: Int[Array, "B"]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class TrainState:
+    """Everything an update changes. A frozen base (LoRA) lives outside: not donated, not saved."""
+
+    trainable: Params  # float32 masters
+    opt_state: Any
+    step: Int[Array, ""]  # optimizer updates tried so far, skipped ones included
+    key: Key[Array, ""]
+
+
+@dataclass(frozen=True)
+class Kl:
+    """The KL penalty: an estimator (`kernels/kl.py`), its coefficient, and where it acts."""
+
+    estimator: Callable[[Array, Array], Array]
+    coef: float
+    where: str  # "loss" (GRPO) or "reward" (classic RLHF)
+
+    def __call__(self, logp: Array, ref_logp: Array) -> Array:
+        return self.estimator(logp, ref_logp)
+
+    @property
+    def active(self) -> bool:
+        """Whether a reference policy is needed at all."""
+        return self.coef != 0.0
+
+
+@dataclass(frozen=True)
+class Filter:
+    """Which groups are trained on, and how hard to look for more of them (dynamic sampling)."""
+
+    rule: Callable[[Array], Array]  # score [N, G] -> keep bool[N]
+    on: str | None  # the reward part that `rule` sees, before shaping; None: the total
+    max_rounds: int  # rollouts per step at most; 1 masks the dropped groups and draws no more
+    on_exhausted: str  # "partial", "skip" or "error"
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """One value an axis (DESIGN.md section 2). Closed over by the jitted step, never traced."""
+
+    shaping: Callable[..., Array]
+    filter: Filter
+    baseline: Callable[..., Array]
+    scale: Callable[..., Array]
+    ratio: Callable[..., Array]
+    clip: Callable[..., tuple[Array, Array]]
+    aggregation: Callable[..., Array]
+    kl: Kl
+    correction: Callable[..., Array]
+
+
+class SamplingParams(NamedTuple):
+    """How to draw: hashable, so that it can select a compiled program."""
+
+    max_tokens: int
+    temperature: float = 1.0  # 0 is greedy
+    top_p: float = 1.0
+    top_k: int = 0  # 0 is off
+
+
+class Sampler(Protocol):
+    """Anything that turns prompts into rollouts: token ids in and out, never text."""
+
+    def load(self, params: Params, version: int) -> None:
+        """Take new weights; `version` is stamped on every row sampled from them."""
+        ...
+
+    def sample(
+        self,
+        prompts: Sequence[Sequence[int]],
+        row_ids: Int[np.ndarray, "B"],
+        params: SamplingParams,
+        key: Key[Array, ""],
+    ) -> Rollout:
+        """B = len(row_ids) completions of P = len(prompts) prompts, B/P of each, prompt-major."""
+        ...

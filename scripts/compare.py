@@ -1,0 +1,252 @@
+"""Compare the runs in a folder: a table with intervals, paired differences, curves.
+
+    python scripts/compare.py FOLDER [--metric eval/accuracy] [--baseline NAME] [--partial]
+
+Reads run folders only (no W&B, no accelerator) and may be repeated at any time, also while a sweep
+runs. Prints the tables and writes into FOLDER: report.md, summary.csv (one row a run),
+learning_curve.png/.svg, length.png/.svg. The tables hold no path, date or wall time: the same sweep
+run twice gives the same tables.
+"""
+
+import argparse
+import csv
+import io
+import math
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from grpo_jax import report, stats
+
+METRICS = (
+    "eval/accuracy",
+    "eval/greedy_accuracy",
+    "reward",
+    "completions/mean_length",
+    "bias/length_right",
+    "bias/length_wrong",
+    "clip_ratio/low_mean",
+    "clip_ratio/high_mean",
+    "probe/forced_length",
+    "exact/probability",
+)
+RESAMPLES = 10_000
+MISSING = "–"
+FINAL_NOTE = (
+    "IQM over seeds [95 % percentile-bootstrap interval]. A run's final value is the last one it "
+    "logged. With fewer than about eight seeds this interval is too narrow: prefer the paired "
+    "differences."
+)
+PAIRED_NOTE = (
+    "Mean difference on common seeds [95 % t interval]. p: two-sided sign-flip test, at best "
+    "2 / 2^n with n seeds, and not corrected for the number of rows. P(higher): the chance that a "
+    "run of the group is above one of the baseline."
+)
+FIGURE_NOTE = (
+    "Line: IQM over seeds; band: 95 % percentile-bootstrap interval. Each run of more than "
+    f"{report.CURVE_POINTS} logged steps is first averaged over bins of consecutive ones."
+)
+
+
+def with_interval(value: float, interval: tuple[float, float] | None) -> str:
+    """ "0.812 [0.780, 0.850]": three significant digits of the largest number, the same for all."""
+    numbers = [value, *(interval or ())]
+    largest = max(map(abs, numbers))
+    size = math.floor(math.log10(largest)) if largest > 0 else 0
+    pattern = "z.2e" if not -5 <= size < 7 else f"z.{max(0, 2 - size)}f"  # z: no "-0.00"
+    first, *bounds = (format(number, pattern) for number in numbers)
+    return f"{first} [{', '.join(bounds)}]" if bounds else first
+
+
+def final_table(sweep: report.Sweep, metrics: Sequence[str]) -> list[list[str]]:
+    """One row a group: label, seeds, last step, then each metric's IQM and interval."""
+    rows = [[sweep.title, "n", "steps", *metrics]]
+    for group in sweep.groups:
+        cells = [_final_cell(group, metric) for metric in metrics]
+        rows.append([group.label, str(len(group.runs)), _steps(group), *cells])
+    return rows
+
+
+def difference_table(
+    sweep: report.Sweep, metrics: Sequence[str], baseline: report.Group
+) -> list[list[str]]:
+    """One row a metric and group other than the baseline, where two common seeds have both."""
+    rows = [["metric", sweep.title, "n", "difference", "p", "P(higher)"]]
+    for metric in metrics:
+        reference = baseline.by_seed(metric)
+        for group in sweep.groups:
+            values = group.by_seed(metric)
+            common = sorted(set(values) & set(reference))
+            x, y = [values[s] for s in common], [reference[s] for s in common]
+            result = stats.paired_difference(x, y, resamples=RESAMPLES)
+            if group is baseline or result is None:
+                continue
+            difference = with_interval(result.mean, (result.low, result.high))
+            higher = f"{stats.probability_of_improvement(x, y):.2f}"
+            n, p = str(result.n), f"{result.p:.3f}"
+            rows.append([metric, group.label, n, difference, p, higher])
+    return rows
+
+
+def markdown(rows: Sequence[Sequence[str]]) -> str:
+    """A padded Markdown table, so that it also reads well in a terminal."""
+    rows = [[cell.replace("|", "\\|") for cell in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [
+        "| " + " | ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)) + " |"
+        for row in rows
+    ]
+    lines.insert(1, "|" + "|".join("-" * (width + 2) for width in widths) + "|")
+    return "\n".join(lines)
+
+
+def summary(sweep: report.Sweep, metrics: Sequence[str]) -> str:
+    """CSV, one row a run (also those left out): overrides, seed, status, last step, finals."""
+    keys = sorted({key for run in sweep.runs for key in run.overrides})
+    used = {run.folder for group in sweep.groups for run in group.runs}
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(["group", *keys, "seed", "status", "compared", "step", *metrics])
+    order = {group.label: i for i, group in enumerate(sweep.groups)}
+    runs = sorted(
+        sweep.runs,
+        key=lambda run: (
+            order.get(sweep.label(run), len(order)),
+            sweep.label(run),
+            run.seed_order(),
+        ),
+    )
+    for run in runs:
+        chosen = [run.overrides.get(key, "") for key in keys]
+        facts = [run.seed, run.status, "yes" if run.folder in used else "no", run.last_step]
+        finals = [run.final(metric) for metric in metrics]
+        writer.writerow([sweep.label(run), *chosen, *facts, *finals])
+    return text.getvalue()
+
+
+def tables(sweep: report.Sweep, metrics: Sequence[str], baseline: report.Group | None) -> str:
+    """Both tables with what they mean, as Markdown; a sentence only if there is no group."""
+    count = sum(len(group.runs) for group in sweep.groups)
+    parts = [f"{_plural(count, 'run')} in {_plural(len(sweep.groups), 'group')}."]
+    if sweep.common:
+        shared = ", ".join(f"`{key}={value}`" for key, value in sweep.common.items())
+        parts[0] += f" The same in all: {shared}."
+    if baseline is not None:
+        parts += ["## Final values", FINAL_NOTE, markdown(final_table(sweep, metrics))]
+        differences = difference_table(sweep, metrics, baseline)
+        if len(differences) > 1:
+            parts += [f"## Differences from {baseline.label}", PAIRED_NOTE, markdown(differences)]
+        elif len(sweep.groups) > 1:
+            parts += ["No paired differences: fewer than two common seeds."]
+    return "\n\n".join(parts)
+
+
+def exceptions(sweep: report.Sweep) -> str:
+    """Markdown list of the runs that are not in the tables, or are in them though not finished."""
+    partial = [run for group in sweep.groups for run in group.runs if run.status != "done"]
+    named = [(run, f"left out: {reason}") for run, reason in sweep.left_out]
+    named += [(run, f"included: {run.status}, at step {run.last_step}") for run in partial]
+    lines = []
+    for run, reason in sorted(named, key=lambda pair: pair[0].folder):
+        first_line = (reason.splitlines() or [""])[0]
+        lines.append(f"- {sweep.label(run)}, seed {run.seed} (`{run.folder}`): {first_line}")
+    return "\n".join(lines)
+
+
+def _final_cell(group: report.Group, metric: str) -> str:
+    values = group.finals(metric)
+    if not values:
+        return MISSING
+    interval = stats.bootstrap_interval(values, resamples=RESAMPLES)
+    bounds = None if interval is None else (float(interval[0]), float(interval[1]))
+    text = with_interval(float(stats.iqm(values)), bounds)
+    return text if len(values) == len(group.runs) else f"{text} (n = {len(values)})"
+
+
+def _steps(group: report.Group) -> str:
+    last = sorted(run.last_step for run in group.runs if run.last_step is not None)
+    return str(last[0]) if last[0] == last[-1] else f"{last[0]}–{last[-1]}"
+
+
+def _plural(count: int, noun: str) -> str:
+    return f"{count} {noun}" + ("" if count == 1 else "s")
+
+
+def _baseline(sweep: report.Sweep, name: str | None) -> report.Group:
+    """The group of that label, or of "key=label"; the first of the sweep without a name."""
+    if name is None:
+        return sweep.groups[0]
+    for group in sweep.groups:
+        if name in (group.label, f"{sweep.title}={group.label}"):
+            return group
+    labels = ", ".join(repr(group.label) for group in sweep.groups)
+    raise ValueError(f"no group {name!r}; there are {labels}")
+
+
+def _metrics(sweep: report.Sweep, asked: str | None) -> list[str]:
+    """The metrics that some run has, the one asked for (or the table's first) leading."""
+    known = {
+        key
+        for group in sweep.groups
+        for run in group.runs
+        for row in run.rows.values()
+        for key in row
+    }
+    if asked is not None and asked not in known:
+        raise ValueError(f"no run has the metric {asked!r}; they have {', '.join(sorted(known))}")
+    names = METRICS if asked is None else (asked, *METRICS)
+    found = [name for name in dict.fromkeys(names) if name in known]
+    if not found:
+        raise ValueError(f"choose a --metric of {', '.join(sorted(known))}")
+    return found
+
+
+def compare(folder: Path, *, metric: str | None, baseline: str | None, partial: bool) -> int:
+    """Do it all; the exit status. FileNotFoundError and ValueError have a message for the user."""
+    sweep = report.load_sweep(folder, partial=partial)
+    metrics = _metrics(sweep, metric) if sweep.groups else []
+    reference = _baseline(sweep, baseline) if sweep.groups else None
+    compared, named = tables(sweep, metrics, reference), exceptions(sweep)
+    figures: list[str] = []
+    if metrics:
+        curve = folder / "learning_curve.png"
+        report.draw_learning_curve(sweep, metrics[0], [curve, curve.with_suffix(".svg")])
+        figures = ["## Along training", FIGURE_NOTE, f"![{metrics[0]}]({curve.name})"]
+        length = folder / "length.png"
+        if report.draw_length(sweep, [length, length.with_suffix(".svg")]):
+            figures.append(f"![length of answers]({length.name})")
+    parts = [f"# Comparison by {', '.join(sweep.varied) or 'seed'}", compared, *figures]
+    if named:
+        parts += ["## Runs to know about", named]
+    (folder / "report.md").write_text("\n\n".join(parts) + "\n", encoding="utf-8")
+    (folder / "summary.csv").write_text(summary(sweep, metrics), encoding="utf-8")
+    print("\n\n".join([compared, named] if named else [compared]))
+    if not sweep.groups:
+        print("compare: no finished run; --partial takes the others", file=sys.stderr)
+        return 1
+    return 0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="compare", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument(
+        "folder", type=Path, help="a sweep's folder, or any folder above run folders"
+    )
+    parser.add_argument("--metric", help="the curve's metric and the tables' first (eval/accuracy)")
+    parser.add_argument("--baseline", metavar="NAME", help="a group (default: the sweep's first)")
+    parser.add_argument("--partial", action="store_true", help="take in failed and unfinished runs")
+    options = parser.parse_args(arguments)
+    try:
+        return compare(
+            options.folder,
+            metric=options.metric,
+            baseline=options.baseline,
+            partial=options.partial,
+        )
+    except (FileNotFoundError, ValueError) as error:
+        print(f"compare: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

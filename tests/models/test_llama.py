@@ -1,0 +1,185 @@
+"""The Llama against transformers' own logits, and against itself (padding, cache, remat).
+
+The reference numbers are the output of tests/data/make_llama_reference.py.
+"""
+
+import json
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from grpo_jax.models import hf, llama
+from grpo_jax.models.config import Llama3Scaling, LlamaConfig
+
+DATA = Path(__file__).parents[1] / "data" / "llama"
+KINDS = ("tied", "untied", "llama3", "wide_heads")
+ROOT = Path(__file__).parents[2]
+
+
+def load(kind):
+    config, params = hf.load(DATA / kind)
+    return llama.build(config), params, load_file(DATA / kind / "reference.safetensors")
+
+
+def logits(model, params, tokens, mask):
+    def apply(params):
+        return model.hidden(params, jnp.asarray(tokens), jnp.asarray(mask)) @ model.head(params).T
+
+    return np.asarray(jax.jit(apply)(params))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_logits_equal_transformers(kind):
+    model, params, want = load(kind)
+    got = logits(model, params, want["tokens"], want["mask"])
+    np.testing.assert_allclose(got[want["mask"]], want["logits"][want["mask"]], atol=1e-4, rtol=0)
+
+
+def test_a_padded_row_equals_the_row_alone():
+    model, params, want = load("tied")
+    got = logits(model, params, want["tokens"], want["mask"])
+    for tokens, mask, row in zip(want["tokens"], want["mask"], got, strict=True):
+        alone = logits(model, params, tokens[mask][None], np.ones((1, mask.sum()), bool))[0]
+        np.testing.assert_allclose(row[mask], alone, atol=1e-4, rtol=0)
+        assert (row[mask].argmax(-1) == alone.argmax(-1)).all()
+
+
+def test_a_row_of_padding_alone_stays_finite():
+    model, params, want = load("tied")
+    mask = want["mask"].copy()
+    mask[0] = False
+    assert np.isfinite(logits(model, params, want["tokens"], mask)).all()
+
+
+def decode_all(model, params, prompt, prompt_mask, completion):
+    """Teacher-forced hidden states [B, 1 + T, D] from prefill and decode; B/P rows a prompt."""
+    group = len(completion) // len(prompt)
+    hidden, prompt_cache = jax.jit(model.prefill)(params, prompt, prompt_mask)
+    states = [jnp.repeat(hidden, group, 0)]
+    position = jnp.repeat(prompt_mask.sum(-1), group)
+    cache = model.empty_cache(len(completion), completion.shape[1])
+    step = jax.jit(model.decode)
+    for t in range(completion.shape[1]):
+        token = completion[:, t]
+        hidden, cache = step(
+            params, token, position + t, prompt_cache, prompt_mask, cache, jnp.int32(t)
+        )
+        states.append(hidden)
+    return jnp.stack(states, 1)
+
+
+@pytest.mark.parametrize(("kind", "unrolled"), [("tied", True), ("tied", False), ("llama3", True)])
+def test_cached_decode_equals_the_full_forward(kind, unrolled, monkeypatch):
+    monkeypatch.setattr(llama, "UNROLL_LAYERS", 8 if unrolled else 0)
+    model, params, _ = load(kind)
+    rng = np.random.default_rng(0)
+    S, T, group = 6, 5, 2
+    prompt = jnp.asarray(rng.integers(0, 64, (3, S)))
+    prompt_mask = jnp.arange(S) >= jnp.array([0, 3, 5])[:, None]
+    completion = jnp.asarray(rng.integers(0, 64, (3 * group, T)))
+    got = decode_all(model, params, prompt, prompt_mask, completion)
+    tokens = jnp.concatenate([jnp.repeat(prompt, group, 0), completion], 1)
+    mask = jnp.pad(jnp.repeat(prompt_mask, group, 0), ((0, 0), (0, T)), constant_values=True)
+    want = jax.jit(model.hidden)(params, tokens, mask)[:, S - 1 :]
+    head = model.head(params)
+    np.testing.assert_allclose(got @ head.T, want @ head.T, atol=1e-4, rtol=0)
+
+
+def test_remat_changes_neither_value_nor_gradient():
+    model, params, want = load("tied")
+    again = llama.build(model.config, remat=True)
+
+    def loss(model, params):
+        return (model.hidden(params, want["tokens"], want["mask"]) ** 2).mean()
+
+    value, gradient = jax.jit(jax.value_and_grad(lambda p: loss(model, p)))(params)
+    value2, gradient2 = jax.jit(jax.value_and_grad(lambda p: loss(again, p)))(params)
+    np.testing.assert_allclose(value, value2, rtol=1e-6)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), gradient, gradient2)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_random_parameters_have_the_documented_tree(tied):
+    config = LlamaConfig(7, 8, 3, 4, 2, 6, 10, tie_embeddings=tied)
+    shapes = jax.tree.map(jnp.shape, jax.eval_shape(partial(llama.init, config), jax.random.key(0)))
+    want = {
+        "embed": {"embedding": (7, 8)},
+        "layers": {
+            "attention_norm": {"scale": (3, 8)},
+            "attention": {"qkv": (3, 8, 2, 4, 6), "out": (3, 2, 2, 6, 8)},
+            "mlp_norm": {"scale": (3, 8)},
+            "mlp": {"gate_up": (3, 8, 2, 10), "down": (3, 10, 8)},
+        },
+        "norm": {"scale": (8,)},
+    }
+    assert shapes == want | ({} if tied else {"head": {"embedding": (7, 8)}})
+
+
+def rope_config(**changes):
+    return LlamaConfig(8, 64, 1, 1, 1, **{"head_dim": 64, "intermediate_size": 8} | changes)
+
+
+def test_llama3_scaling_of_the_inverse_frequencies():
+    scaling = Llama3Scaling(32.0, 1.0, 4.0, 8192)
+    plain = llama.inverse_frequencies(rope_config(rope_theta=5e5))
+    scaled = llama.inverse_frequencies(rope_config(rope_theta=5e5, rope_scaling=scaling))
+    ratio = plain / scaled
+    np.testing.assert_array_equal(ratio[:15], 1.0)
+    np.testing.assert_allclose(ratio[15:18], [1.65132925, 3.2922621, 9.66672898], rtol=1e-5)
+    np.testing.assert_allclose(ratio[18:], 32.0, rtol=1e-6)
+    want = [0.003211446, 0.0012905479, 9.4183067e-8]
+    np.testing.assert_allclose(scaled[[14, 15, 31]], want, rtol=1e-6)
+
+
+def test_rope_pairs_channel_i_with_its_half():
+    # position 1, frequencies 1 and 0.01; pairing neighbours would give -1.14263966 first
+    angle = jnp.array([1.0, 0.01])
+    got = llama.rotate(jnp.array([1.0, 2.0, 3.0, 4.0]), jnp.cos(angle), jnp.sin(angle))
+    np.testing.assert_allclose(got, [-1.98411065, 1.95990067, 2.4623779, 4.01979967], rtol=1e-6)
+
+
+def test_positions_count_the_tokens_before():
+    mask = jnp.array([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]], bool)
+    assert llama.positions(mask).tolist() == [[0, 0, 0, 1, 2], [0, 1, 2, 3, 4]]
+
+
+@pytest.fixture(scope="module")
+def smollm2():
+    folder = Path("~/.cache/grpo_jax/smollm2-135m-instruct").expanduser()
+    subprocess.run([sys.executable, str(ROOT / "scripts" / "fetch_smollm2.py")], check=True)
+    config, params = hf.load(folder)
+    return llama.build(config), jax.device_put(params)
+
+
+@pytest.mark.network
+@pytest.mark.parametrize("index", [0, 1])
+def test_smollm2_equals_transformers(smollm2, index):
+    model, params = smollm2
+    facts = json.loads((DATA / "smollm2.json").read_text())
+    prompt = facts["prompts"][index]
+    ids = np.array([prompt["ids"]])
+    got = logits(model, params, ids, np.ones(ids.shape, bool))[0, -3:]
+    want = np.array(prompt["logits"])
+    print("max |difference|:", abs(got[:, facts["vocabulary"]] - want).max())
+    np.testing.assert_allclose(got[:, facts["vocabulary"]], want, atol=5e-4, rtol=0)
+    np.testing.assert_allclose(got.max(-1), prompt["max"], atol=5e-4, rtol=0)
+    assert got.argmax(-1).tolist() == prompt["argmax"]
+
+
+@pytest.mark.network
+@pytest.mark.parametrize("index", [0, 1])
+def test_smollm2_decodes_greedily_as_transformers(smollm2, index):
+    model, params = smollm2
+    prompt = json.loads((DATA / "smollm2.json").read_text())["prompts"][index]
+    added = jnp.array([prompt["greedy"]])
+    ids = jnp.array([[0, 0, *prompt["ids"]]])  # two slots of padding
+    mask = jnp.arange(ids.shape[1])[None] >= 2
+    states = decode_all(model, params, ids, mask, added)[:, :-1]
+    assert (states @ model.head(params).T).argmax(-1).tolist() == added.tolist()

@@ -1,0 +1,212 @@
+"""logging.py: rows are valid, single and durable; W&B gets the same; no secret is written."""
+
+import json
+import math
+import subprocess
+import sys
+import sysconfig
+import time
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from grpo_jax.logging import RunLogger, read_rows, write_done, write_failed
+
+
+def make(folder, mode="disabled", start_step=0, **changes):
+    settings = dict(project="p", group="g", tags=["t"], config={"seed": 1}) | changes
+    return RunLogger(folder, wandb_mode=mode, start_step=start_step, **settings)
+
+
+def strict(text):
+    """Parse as JSON proper: Python's parser also takes NaN and Infinity, others don't."""
+
+    def refuse(word):
+        raise AssertionError(f"{word} isn't JSON")
+
+    return json.loads(text, parse_constant=refuse)
+
+
+def test_rows_are_json_numbers_and_nan_is_null(tmp_path):
+    log = make(tmp_path)
+    log.log(
+        np.int64(3),
+        {
+            "python": 2,
+            "numpy": np.float32(0.5),
+            "jax": jnp.float32(0.25),
+            "bfloat16": jnp.bfloat16(1.5),
+            "flag": np.bool_(True),
+            "none": None,
+            "nan": math.nan,
+            "inf": jnp.float32(jnp.inf),
+        },
+    )
+    text = (tmp_path / "metrics.jsonl").read_text()  # before close: a kill loses nothing
+    log.close()
+    assert text.endswith("\n")
+    assert strict(text) == {
+        "step": 3,
+        "python": 2.0,
+        "numpy": 0.5,
+        "jax": 0.25,
+        "bfloat16": 1.5,
+        "flag": 1.0,
+        "none": None,
+        "nan": None,
+        "inf": None,
+    }
+
+
+@pytest.mark.parametrize("value", ["0.5", np.ones(3), jnp.ones(1), {"a": 1}])
+def test_a_metric_must_be_a_scalar(tmp_path, value):
+    log = make(tmp_path)
+    with pytest.raises(TypeError, match="reward"):
+        log.log(0, {"reward": value})
+    log.close()
+    assert (tmp_path / "metrics.jsonl").read_text() == ""
+
+
+def test_one_row_a_step(tmp_path):
+    log = make(tmp_path)
+    log.log(1, {"reward": 0.0})
+    for step in (1, 0):
+        with pytest.raises(ValueError, match="one row a step"):
+            log.log(step, {"reward": 1.0})
+    with pytest.raises(ValueError, match="'step'"):
+        log.log(2, {"step": 7})
+    log.close()
+    assert read_rows(tmp_path / "metrics.jsonl") == [{"step": 1, "reward": 0.0}]
+
+
+def test_resume_drops_what_came_after_the_checkpoint(tmp_path):
+    log = make(tmp_path)
+    for step in range(5):
+        log.log(step, {"reward": step / 10})
+        log.completions(step, [{"text": f"a{step}"}, {"text": f"b{step}"}])
+    log.close()
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 5, "rew')  # killed in the middle of a line
+
+    log = make(tmp_path, start_step=3)
+    log.log(3, {"reward": 0.9})
+    log.close()
+    rows = read_rows(tmp_path / "metrics.jsonl")
+    assert [(row["step"], row["reward"]) for row in rows] == [
+        (0, 0.0),
+        (1, 0.1),
+        (2, 0.2),
+        (3, 0.9),
+    ]
+    assert [row["step"] for row in read_rows(tmp_path / "completions.jsonl")] == [0, 0, 1, 1, 2, 2]
+    assert not list(tmp_path.glob("*.tmp"))
+
+    make(tmp_path).close()  # from scratch: nothing of the earlier run is left
+    assert read_rows(tmp_path / "metrics.jsonl") == []
+
+
+def test_a_damaged_file_is_an_error_and_stays_as_it_is(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 0}\ngarbage\n{"step": 1}\n')
+    with pytest.raises(ValueError, match="line 2"):
+        make(tmp_path, start_step=1)
+    assert path.read_text().count("\n") == 3
+
+
+def test_completions_keep_any_text(tmp_path):
+    log = make(tmp_path)
+    odd = 'line\nbreak "quote" \u2028 \ud800 ÷'
+    log.completions(0, [{"text": odd, "reward": math.nan, "parts": {"a": np.float32(1)}, "n": [1]}])
+    log.completions(0, [{"tokens": jnp.arange(2), "path": Path("x")}])
+    log.close()
+    lines = (tmp_path / "completions.jsonl").read_text().splitlines()
+    assert [strict(line) for line in lines] == [
+        {"step": 0, "text": odd, "reward": None, "parts": {"a": 1.0}, "n": [1]},
+        {"step": 0, "tokens": [0, 1], "path": "x"},
+    ]
+
+
+def test_verdicts_replace_each_other(tmp_path):
+    write_failed(tmp_path, RuntimeError("boom"))
+    failed = strict((tmp_path / "FAILED.json").read_text())
+    assert failed["error"] == "RuntimeError: boom" and "boom" in failed["traceback"]
+    write_done(tmp_path, np.int32(7), {"eval/accuracy": jnp.float32(0.5), "kl": math.nan})
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["DONE.json"]
+    done = strict((tmp_path / "DONE.json").read_text())
+    assert done == {"step": 7, "final": {"eval/accuracy": 0.5, "kl": None}}
+    write_failed(tmp_path, RuntimeError("boom"))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["FAILED.json"]
+    make(tmp_path).close()  # a new attempt has no verdict yet
+    assert not (tmp_path / "FAILED.json").exists()
+
+
+def test_no_secret_is_written(tmp_path, monkeypatch):
+    monkeypatch.setenv("SOME_API_KEY", "0123456789abcdef")
+    monkeypatch.setenv("SHORT_TOKEN", "the")
+    try:
+        raise OSError("GET https://me:hunter2@host/x with 0123456789abcdef, the end")
+    except OSError as error:
+        write_failed(tmp_path, error)
+    text = (tmp_path / "FAILED.json").read_text()
+    assert "0123456789abcdef" not in text and "hunter2" not in text
+    assert strict(text)["error"] == "OSError: GET https://[hidden]@host/x with [hidden], the end"
+
+
+def test_disabled_does_not_import_wandb(tmp_path):
+    code = (
+        "import sys; from grpo_jax.logging import RunLogger;"
+        f"RunLogger({str(tmp_path)!r}, wandb_mode='disabled', project='p', group=None, tags=[],"
+        "config={}).close(); assert 'wandb' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    with pytest.raises(ValueError, match="'on'"):
+        make(tmp_path, mode="on")
+
+
+def records(run_folder):
+    """What `wandb` itself reads from an offline run, one dict a record."""
+    wandb = Path(sysconfig.get_path("scripts")) / "wandb"
+    command = [str(wandb), "leet", "inspect", "--json", str(run_folder)]
+    output = subprocess.run(command, check=True, capture_output=True, timeout=60, text=True).stdout
+    return [json.loads(line) for line in output.splitlines()]
+
+
+def test_wandb_offline_run_is_complete_and_resumes_under_its_id(tmp_path, monkeypatch):
+    monkeypatch.setenv("SOME_API_KEY", "0123456789abcdef")
+    config = {"algorithm": {"clip": 0.2}, "note": "0123456789abcdef", "path": Path("x")}
+    log = make(tmp_path, mode="offline", config=config, tags=["t" * 80])
+    log.log(10, {"reward": 0.5, "kl": math.nan})
+    log.completions(10, [{"text": "4 \ud800", "reward": 1.0}, {"text": "5", "extra": "x"}])
+    log.close(exit_code=3)
+    log.close()
+    time.sleep(1.1)  # W&B names its folders by the second
+    resumed = make(tmp_path, mode="offline", start_step=11)
+    resumed.log(11, {"reward": 0.75})
+    resumed.close()
+
+    first, second = sorted((tmp_path / "wandb").glob("offline-run-*"))
+    found = records(first)
+    text = json.dumps(found)
+    assert "0123456789abcdef" not in text and "[hidden]" in text
+    run = next(record["run"] for record in found if record["type"] == "run")
+    assert (run["project"], run["run_group"], run["tags"]) == ("p", "g", ["t" * 64])
+    assert run["config"]["update"]["algorithm"] == {"clip": 0.2}
+    history = [record["history"]["item"] for record in found if record["type"] == "history"]
+    assert history[0]["train/step"] == 10 and history[0]["reward"] == 0.5
+    assert "kl" not in history[0]
+    assert found[-1]["exit"]["exit_code"] == 3
+    (table,) = (first / "files" / "media" / "table").glob("completions*.json")
+    content = json.loads(table.read_text())
+    assert content["columns"] == ["step", "text", "reward", "extra"]
+    assert content["data"][1] == [10, "5", None, "x"]
+    again = next(record["run"] for record in records(second) if record["type"] == "run")
+    assert again["run_id"] == run["run_id"]
+
+
+def test_two_jobs_in_one_process_are_two_wandb_runs(tmp_path):
+    for name in ("a", "b"):
+        make(tmp_path / name, mode="offline").close()
+    ids = [(tmp_path / name / "wandb" / "run_id").read_text() for name in ("a", "b")]
+    assert ids[0] != ids[1]
