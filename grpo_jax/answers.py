@@ -133,15 +133,17 @@ def cut_at_stop(
     """
     mask, truncated = rollout.mask.copy(), rollout.truncated.copy()
     texts = []
-    for row, ids in enumerate(rollout.completion):
-        length = int(mask[row].sum())
-        text = tokenizer.decode(ids[:length].tolist())
+    for row, completion in enumerate(rollout.completion):
+        ids = completion[: int(mask[row].sum())].tolist()
+        if ids and ids[-1] in tokenizer.eos_ids:
+            ids = ids[:-1]  # any other special token stays visible: no reward may overlook it
+        text = tokenizer.decode(ids, skip_special=False)
         found = [text.index(stop) for stop in stops if stop in text]
         if found:
             end = next(
                 n
-                for n in range(1, length + 1)
-                if any(stop in tokenizer.decode(ids[:n].tolist()) for stop in stops)
+                for n in range(1, len(ids) + 1)
+                if any(stop in tokenizer.decode(ids[:n], skip_special=False) for stop in stops)
             )
             mask[row, end:] = False
             truncated[row] = False

@@ -2,20 +2,63 @@
 
 import math
 from collections.abc import Iterator
+from functools import reduce
 from typing import Any
 
+from grpo_jax import tokenizer
 from grpo_jax.assemble import Run
 
+KERNELS = "grpo_jax.kernels."
+SEEDS = 2**32  # JAX keeps 32 bits of a seed: 2**32 would be 0 again
+# In a run, by attribute.
+AT_LEAST = {
+    0: (
+        "seed",
+        "rollout.top_k",
+        "eval.every",
+        "eval.seed",
+        "checkpoint.every",
+        "logger.completions_every",
+        "warmstart.steps",
+        "warmstart.warmup_steps",
+        "optim.warmup_updates",
+        "optim.weight_decay",
+        "optim.eps",
+    ),
+    1: (
+        "rollout.prompts",
+        "rollout.max_prompt_length",
+        "rollout.max_completion_length",
+        "train.steps",
+        "train.epochs",
+        "train.minibatches",
+        "train.micro_batch_rows",
+        "train.vocab_chunk",
+        "train.max_nonfinite",
+        "eval.prompts",
+        "eval.samples",
+        "eval.forced_prompts",
+        "checkpoint.keep",
+        "warmstart.batch",
+        "warmstart.max_tokens",
+    ),
+}
+POSITIVE = ("rollout.temperature", "optim.lr", "warmstart.lr")
+CLIP_NORMS = ("optim.clip_norm", "warmstart.clip_norm")
+SHARES = (
+    "optim.final_share",
+    "warmstart.clean_share",
+    "warmstart.decay_share",
+    "warmstart.final_share",
+)
+DECAYS = ("optim.b1", "optim.b2", "warmstart.b2")
 MODES = {
-    "kl.where": ("loss", "reward"),
-    "filter.on_exhausted": ("partial", "skip", "error"),
     "optim.schedule": ("constant", "linear", "cosine"),
     "checkpoint.resume": ("auto", "never"),
     "logger.wandb": ("offline", "online", "disabled"),
     "model.dtype": ("float32", "bfloat16"),
 }
-# constants of the axes that can't be negative, whatever function they belong to
-NOT_NEGATIVE = ("eps", "low", "high", "cap", "coef", "tol", "penalty")
+AXIS_MODES = {"kl.where": ("loss", "reward"), "filter.on_exhausted": ("partial", "skip", "error")}
 
 
 class ConfigError(ValueError):
@@ -24,169 +67,197 @@ class ConfigError(ValueError):
 
 def check(run: Run) -> None:
     """Raise ConfigError with every problem found, one a line."""
-    problems = [*_modes(run.config), *_ranges(run), *_fits(run)]
+    # what has to agree is looked at once every value makes sense by itself
+    problems = [*_values(run), *_axis_values(run.config)] or [*_fits(run)]
     if problems:
         raise ConfigError("\n".join(problems))
 
 
 def check_axes(config: dict[str, Any]) -> None:
     """The constants of the axes alone (for `load_algorithm`, which has no run)."""
-    problems = [*_axis_constants(config)]
+    problems = [*_axis_values(config)]
     if problems:
         raise ConfigError("\n".join(problems))
 
 
 def announce(run: Run) -> list[str]:
     """One line for each knob of this run that does nothing, or not what its name suggests."""
-    clip, ratio, kl = (run.config[axis] for axis in ("clip", "ratio", "kl"))
-    lines = []
-    if run.train.updates_per_rollout == 1:
-        lines.append(
-            "one update a rollout (train.epochs=1 train.minibatches=1): every ratio is 1, so ratio "
-            "and clip are inert; symmetric, higher and cispo have the same gradient"
-        )
-    high, bounded = clip.get("high"), clip["_target_"].endswith("clip.bounded")
-    by_token = ratio["_target_"].endswith("ratio.token")
-    if bounded and by_token and high < 0.01:
-        lines.append(
-            f"clip.high={high:g} is a range for whole answers (GSPO), and ratio=token: nearly "
-            "every token that moves is clipped"
-        )
-    if bounded and high >= 0.1 and ratio["_target_"].endswith("ratio.sequence"):
-        lines.append(
-            f"clip.high={high:g} is a range for tokens, and ratio=sequence moves about a thousand "
-            "times less: nothing is clipped (GSPO has 3e-4 and 4e-4: clip=sequence)"
-        )
-    if clip["_target_"].endswith("clip.none") and not by_token:
-        lines.append("clip=none takes no ratio: ratio is inert")
+    lines = [*_announce_ratios(run)]
     if run.rollout.top_p < 1 or run.rollout.top_k > 0:
         lines.append(
-            "top_p or top_k is on: the sampler's log-probs are renormalised and the trainer's are "
-            "not, so ratios are biased (by the mass that was cut)"
+            "rollout.top_p or top_k is on: the sampler's log-probs are renormalised and the "
+            "trainer's are not, so ratios are biased (by the mass that was cut)"
         )
-    if kl["estimator"]["_target_"].endswith("kl.k1") and kl["where"] == "loss" and kl["coef"]:
-        lines.append("k1 in the loss: its mean gradient is zero (use kl.where=reward, k2 or k3)")
-    rule = run.algorithm.filter
-    if rule.max_rounds == 1 and not run.config["filter"]["rule"]["_target_"].endswith(".none"):
-        lines.append("filter.max_rounds=1: dropped groups are masked, not replaced")
+    lines += [*_announce_kl(run.config["kl"]), *_announce_filter(run.config["filter"])]
+    updates = run.train.steps * run.train.updates_per_rollout
+    if run.optim.warmup_updates >= updates:
+        lines.append(
+            f"optim.warmup_updates={run.optim.warmup_updates}: the run has {updates} updates, and "
+            "ends before optim.lr is reached"
+        )
+    if run.optim.schedule == "constant" and run.optim.final_share:
+        lines.append("optim.final_share does nothing under optim.schedule=constant")
     return lines
 
 
-def _modes(config: dict[str, Any]) -> Iterator[str]:
-    for where, known in MODES.items():
-        section, key = where.split(".")
-        if config[section][key] not in known:
-            yield f"{where}={config[section][key]!r}: one of {', '.join(known)}"
-
-
-def _axis_constants(config: dict[str, Any]) -> Iterator[str]:
-    for axis, constants in _numbers(config):
-        for key, value in constants.items():
-            if key in NOT_NEGATIVE and value < 0:
-                yield f"{axis}.{key}={value:g} is negative"
-            if not math.isfinite(value):
-                yield f"{axis}.{key}={value} is not finite"
-    clip, scale, shaping = config["clip"], config["scale"], config["shaping"]
-    if clip.get("high", 0) < clip.get("low", 0) and clip["_target_"].startswith("grpo_jax."):
-        yield f"clip.high={clip['high']:g} is below clip.low={clip['low']:g}"
-    if clip.get("cap", 2) <= 1:
-        yield f"clip.cap={clip['cap']:g}: a dual clip caps ratios above 1"
-    if scale.get("ddof", 0) not in (0, 1):
-        yield f"scale.ddof={scale['ddof']}: 0 (numpy) or 1 (torch)"
-    if not 0 < shaping.get("buffer_share", 1) <= 1:
-        yield f"shaping.buffer_share={shaping['buffer_share']:g}: a share of the limit, in (0, 1]"
-    correction = config["correction"]
-    if correction.get("high", 1) < correction.get("low", 0):
-        yield "correction.high is below correction.low"
-
-
-def _numbers(config: dict[str, Any]) -> Iterator[tuple[str, dict[str, float]]]:
-    for axis in ("shaping", "baseline", "scale", "ratio", "clip", "aggregation", "correction"):
-        yield axis, _of_numbers(config[axis])
-    yield "filter.rule", _of_numbers(config["filter"]["rule"])
-    yield "kl", _of_numbers(config["kl"])
-
-
-def _of_numbers(node: dict[str, Any]) -> dict[str, float]:
-    return {k: v for k, v in node.items() if isinstance(v, int | float) and not isinstance(v, bool)}
-
-
-def _ranges(run: Run) -> Iterator[str]:
-    rollout, train, optim = run.rollout, run.train, run.optim
-    if rollout.group_size < 2:
+def _announce_ratios(run: Run) -> Iterator[str]:
+    clip, ratio = run.config["clip"], run.config["ratio"]
+    if run.train.updates_per_rollout == 1:
         yield (
-            f"rollout.group_size={rollout.group_size}: a group of one has nothing to be compared "
-            "with; at least 2"
+            "one update a rollout (train.epochs=1 train.minibatches=1): every ratio is 1, so ratio "
+            "and clip are inert; symmetric, higher and cispo have the same gradient"
         )
-    for where, value in {
-        "rollout.prompts": rollout.prompts,
-        "rollout.max_prompt_length": rollout.max_prompt_length,
-        "rollout.max_completion_length": rollout.max_completion_length,
-        "train.steps": train.steps,
-        "train.epochs": train.epochs,
-        "train.minibatches": train.minibatches,
-        "train.micro_batch_rows": train.micro_batch_rows,
-        "train.vocab_chunk": train.vocab_chunk,
-        "train.max_nonfinite": train.max_nonfinite,
-        "eval.prompts": run.eval.prompts,
-        "eval.samples": run.eval.samples,
-        "eval.forced_prompts": run.eval.forced_prompts,
-        "checkpoint.keep": run.checkpoint.keep,
-        "filter.max_rounds": run.algorithm.filter.max_rounds,
-    }.items():
-        if value < 1:
-            yield f"{where}={value}: at least 1"
-    for where, value in {
-        "seed": run.seed,
-        "rollout.top_k": rollout.top_k,
-        "eval.every": run.eval.every,
-        "eval.seed": run.eval.seed,
-        "checkpoint.every": run.checkpoint.every,
-        "logger.completions_every": run.logger.completions_every,
-        "warmstart.steps": run.warmstart.steps,
-        "optim.warmup_updates": optim.warmup_updates,
-        "optim.weight_decay": optim.weight_decay,
-    }.items():
-        if value < 0:
-            yield f"{where}={value} is negative"
-    if not (rollout.temperature > 0 and math.isfinite(rollout.temperature)):
-        yield f"rollout.temperature={rollout.temperature:g}: above 0 (greedy groups all agree)"
-    if not 0 < rollout.top_p <= 1:
-        yield f"rollout.top_p={rollout.top_p:g}: in (0, 1]"
-    if not (optim.lr > 0 and math.isfinite(optim.lr)):
-        yield f"optim.lr={optim.lr:g}: a positive number"
-    if not optim.clip_norm > 0:
-        yield f"optim.clip_norm={optim.clip_norm:g}: above 0"
-    for where, value in {"optim.b1": optim.b1, "optim.b2": optim.b2}.items():
-        if not 0 <= value < 1:
-            yield f"{where}={value:g}: in [0, 1)"
-    yield from _axis_constants(run.config)
+    if _is(clip, "clip.none") and not _is(ratio, "ratio.token"):
+        yield "clip=none takes no ratio: ratio is inert"
+    if not clip["_target_"].startswith(KERNELS) or "high" not in clip:
+        return
+    high = clip["high"]
+    if _is(ratio, "ratio.token") and high < 0.01:
+        yield (
+            f"clip.high={high:g} is a range for whole answers (GSPO), and ratio=token: nearly "
+            "every token that moves is clipped"
+        )
+    if _is(ratio, "ratio.sequence") and high >= 0.1:
+        yield (
+            f"clip.high={high:g} is a range for tokens, and ratio=sequence moves about a thousand "
+            "times less: nothing is clipped (GSPO has 3e-4 and 4e-4: clip=sequence)"
+        )
+
+
+def _announce_kl(kl: dict[str, Any]) -> Iterator[str]:
+    if _is(kl["estimator"], "kl.none") and kl["coef"]:
+        yield f"kl=none estimates nothing: kl.coef={kl['coef']:g} does nothing (kl=k3, say)"
+    if _is(kl["estimator"], "kl.k1") and kl["where"] == "loss" and kl["coef"]:
+        yield "k1 in the loss: its mean gradient is zero (use kl.where=reward, k2 or k3)"
+
+
+def _announce_filter(node: dict[str, Any]) -> Iterator[str]:
+    if not _is(node["rule"], "filter.none"):
+        if node["max_rounds"] == 1:
+            yield "filter.max_rounds=1: dropped groups are masked, not replaced"
+    elif (node["on"], node["max_rounds"], node["on_exhausted"]) != (None, 1, "partial"):
+        yield "filter=none keeps every group: filter.on, max_rounds and on_exhausted do nothing"
+
+
+def _axis_values(config: dict[str, Any]) -> Iterator[str]:
+    for where, known in AXIS_MODES.items():
+        axis, key = where.split(".")
+        if config[axis][key] not in known:
+            yield f"{where}={config[axis][key]!r}: one of {', '.join(known)}"
+    nodes = {axis: config[axis] for axis in ("shaping", "scale", "clip", "aggregation")}
+    nodes |= {"correction": config["correction"], "kl": config["kl"]}
+    for axis, node in nodes.items():
+        if node["_target_"].startswith(("grpo_jax.kernels.", "grpo_jax.types.")):
+            yield from _constants(axis, node)
+    yield from _filter_values(config["filter"])
+
+
+def _constants(axis: str, node: dict[str, Any]) -> Iterator[str]:
+    """Of this project's own functions. What a user's function means by `low` is not known here."""
+    for key, value in node.items():
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            if value < 0 or not math.isfinite(value):
+                yield f"{axis}.{key}={value:g}: not negative, and finite"
+            elif value == 0 and key in ("limit", "length", "cap"):
+                yield f"{axis}.{key}=0: above 0"
+    # `low` from 1 on is no bound: a ratio is never below 0
+    low, high = node.get("low", 0), node.get("high", math.inf)
+    if high < low and (axis == "correction" or low < 1):
+        yield f"{axis}.high={high:g} is below {axis}.low={low:g}"
+    if axis == "clip" and node.get("cap", 2) <= 1:
+        yield f"clip.cap={node['cap']:g}: a dual clip caps ratios above 1"
+    if node.get("ddof", 0) not in (0, 1):
+        yield f"{axis}.ddof={node['ddof']}: 0 (numpy) or 1 (torch)"
+    if node.get("buffer_share", 0) > 1:
+        yield f"{axis}.buffer_share={node['buffer_share']:g}: a share of the limit, at most 1"
+
+
+def _filter_values(node: dict[str, Any]) -> Iterator[str]:
+    rule = node["rule"]
+    if node["max_rounds"] < 1:
+        yield f"filter.max_rounds={node['max_rounds']}: at least 1"
+    if _is(rule, "filter.mixed") and rule.get("tol", 0) < 0:
+        yield f"filter.rule.tol={rule['tol']:g} is negative: every group would be kept"
+    if _is(rule, "filter.pass_range") and not rule["low"] < rule["high"]:
+        yield f"filter.rule.high={rule['high']:g} is not above filter.rule.low={rule['low']:g}"
+
+
+def _is(node: dict[str, Any], name: str) -> bool:
+    return node["_target_"] == KERNELS + name
+
+
+def _values(run: Run) -> Iterator[str]:
+    def at(where: str) -> Any:
+        return reduce(getattr, where.split("."), run)
+
+    for where, known in MODES.items():
+        if at(where) not in known:
+            yield f"{where}={at(where)!r}: one of {', '.join(known)}"
+    if run.rollout.group_size < 2:
+        yield (
+            f"rollout.group_size={run.rollout.group_size}: a group of one has nothing to be "
+            "compared with; at least 2"
+        )
+    for least, places in AT_LEAST.items():
+        for where in places:
+            if not least <= at(where) < math.inf:
+                yield f"{where}={at(where):g}: at least {least}"
+    for where in ("seed", "eval.seed"):
+        if at(where) >= SEEDS:
+            yield f"{where}={at(where)}: below 2**32 (JAX keeps 32 bits of it)"
+    for where in POSITIVE:
+        if not 0 < at(where) < math.inf:
+            yield f"{where}={at(where):g}: above 0, and finite"
+    for where in CLIP_NORMS:
+        if not at(where) > 0:
+            yield f"{where}={at(where):g}: above 0 (inf clips nothing)"
+    for where in SHARES:
+        if not 0 <= at(where) <= 1:
+            yield f"{where}={at(where):g}: a share, from 0 to 1"
+    for where in DECAYS:
+        if not 0 <= at(where) < 1:
+            yield f"{where}={at(where):g}: from 0 to below 1"
+    if not 0 < run.rollout.top_p <= 1:
+        yield f"rollout.top_p={run.rollout.top_p:g}: above 0, at most 1 (which is off)"
+    if not any(part.weight for part in run.reward):
+        yield "reward: every weight is 0, so every reward is"
 
 
 def _fits(run: Run) -> Iterator[str]:
     """What has to agree between sections."""
-    rows, train = run.rollout.prompts * run.rollout.group_size, run.train
-    if train.minibatches >= 1 and run.rollout.prompts % train.minibatches:
+    rollout, train = run.rollout, run.train
+    if rollout.prompts % train.minibatches:
         yield (
-            f"rollout.prompts={run.rollout.prompts} can't be cut into "
+            f"rollout.prompts={rollout.prompts} can't be cut into "
             f"train.minibatches={train.minibatches} of whole groups"
         )
-    elif train.minibatches >= 1 and train.micro_batch_rows >= 1:
-        for size in (rows, rows // train.minibatches):
-            if size % min(train.micro_batch_rows, size):
-                yield (
-                    f"{size} rows can't be cut into micro-batches of "
-                    f"train.micro_batch_rows={train.micro_batch_rows}"
-                )
-                break
-    if run.config["scale"].get("ddof", 0) >= run.rollout.group_size > 1:
+    else:
+        yield from _micro_batches(run)
+    if run.config["scale"].get("ddof", 0) >= rollout.group_size:
         yield "scale.ddof must be below rollout.group_size"
-    if (run.model.path is None) == (run.model.shape is None):
-        yield "model: give either a path or a shape"
-    if run.model.path is not None and run.warmstart.steps:
+    shape, path = run.model.shape, run.model.path
+    if (path is None) == (shape is None):
+        yield "model: give either model.path or model.shape"
+    elif shape is not None:
+        words = tokenizer.char_tokenizer().vocab_size
+        if shape.vocab_size < words:
+            yield f"model.shape.vocab_size={shape.vocab_size}: the character tokenizer has {words}"
+    elif run.warmstart.steps:
         yield "warmstart: a pretrained model has no warm start (warmstart=none)"
     if run.eval.forced_prefix == "":
         yield "eval.forced_prefix is empty (null turns the probe off)"
     names, on = [part.name for part in run.reward], run.algorithm.filter.on
     if on is not None and on not in names:
         yield f"filter.on={on!r} names no part of the reward; parts: {', '.join(names)}"
+
+
+def _micro_batches(run: Run) -> Iterator[str]:
+    """A micro-batch has to divide a minibatch, and the rollout (for its log-probs)."""
+    rows = run.rollout.prompts * run.rollout.group_size
+    minibatch, most = rows // run.train.minibatches, run.train.micro_batch_rows
+    if any(size % min(most, size) for size in (rows, minibatch)):
+        best = max(n for n in range(1, most) if minibatch % n == 0)
+        yield (
+            f"train.micro_batch_rows={most} can't divide {rows} rows in {run.train.minibatches} "
+            f"minibatches of {minibatch}; {best} can"
+        )

@@ -7,6 +7,7 @@ temporary folder that counts for nothing. Saving goes on in the background; clos
 """
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -53,8 +54,8 @@ def save(
     manager: "ocp.CheckpointManager",
     step: int,
     state: TrainState,
-    loop: dict[str, int | float],
-    meta: dict[str, Any],
+    loop: Mapping[str, int | float],
+    meta: Mapping[str, Any],
 ) -> None:
     """Save one checkpoint. Returns once the state is copied off; writing goes on in the background.
 
@@ -70,7 +71,7 @@ def save(
     """
     import orbax.checkpoint as ocp
 
-    text = {"loop": loop, "meta": meta}
+    text = {"loop": dict(loop), "meta": dict(meta)}
     json.dumps(text)  # the background thread would only raise at the next save
     saved = manager.save(
         step,

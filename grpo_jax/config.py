@@ -5,9 +5,14 @@ command line does. Types and names are checked here, values in `check.py`.
 """
 
 import difflib
+import hashlib
 import inspect
+import math
+import pkgutil
+import re
 import types
 import typing
+from collections.abc import Callable, Collection
 from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -15,22 +20,30 @@ from typing import Any
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
-from hydra.errors import HydraException
-from hydra.utils import get_object, instantiate
+from hydra.errors import HydraException, InstantiationException
+from hydra.utils import instantiate
+from jaxtyping import Array
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from grpo_jax.answers import RolloutSettings
-from grpo_jax.assemble import CheckpointSettings, LoggerSettings, ModelSettings, Run, TrainSettings
+from grpo_jax.assemble import (
+    CheckpointSettings,
+    LoggerSettings,
+    ModelSettings,
+    Run,
+    TrainingError,
+    TrainSettings,
+)
 from grpo_jax.check import ConfigError, check, check_axes
 from grpo_jax.evaluate import EvalSettings
 from grpo_jax.optim import OptimSettings
 from grpo_jax.rewards.combine import RewardPart
-from grpo_jax.types import Algorithm
+from grpo_jax.tasks.base import Task
+from grpo_jax.types import Algorithm, Filter, Kl
 from grpo_jax.warmstart import WarmstartSettings
 
 CONF = Path(__file__).resolve().parent.parent / "conf"
-AXES = tuple(field.name for field in fields(Algorithm))
 SECTIONS = {
     "model": ModelSettings,
     "warmstart": WarmstartSettings,
@@ -41,33 +54,36 @@ SECTIONS = {
     "checkpoint": CheckpointSettings,
     "logger": LoggerSettings,
 }
-# arguments that the pipeline passes to each axis; the rest of a signature is configuration
-PASSED = {
-    "shaping": 3,
-    "filter": 1,
-    "baseline": 2,
-    "scale": 2,
-    "ratio": 3,
-    "clip": 4,
-    "aggregation": 2,
-    "kl": 2,
-    "correction": 3,
+# The axes, and what the pipeline passes to each; the rest of a signature is configuration.
+AXES = {
+    "shaping": ("reward", "length", "truncated"),
+    "filter": ("score",),
+    "baseline": ("reward", "length"),
+    "scale": ("centered", "reward"),
+    "ratio": ("logp", "old_logp", "mask"),
+    "clip": ("log_ratio", "advantage", "logp", "mask"),
+    "aggregation": ("mask", "group"),
+    "kl": ("logp", "ref_logp"),
+    "correction": ("old_logp", "sampler_logp", "mask"),
 }
-
-
-# ------------------------------------------------------------------------------ composing
+# Axes that are more than a function: a record that holds one.
+RECORDS = {"filter": Filter, "kl": Kl}
+_LONGEST_NAME = 200  # characters of a job's folder; file systems stop at 255
 
 
 def compose(*overrides: str) -> DictConfig:
     """The configuration that `scripts/train.py OVERRIDES` would run; raises ConfigError."""
     if not CONF.is_dir():
         raise ConfigError(f"no {CONF}: grpo_jax runs from a checkout (pip install -e .)")
+    outer = GlobalHydra.instance().hydra  # of a Hydra application that calls us, if one does
     GlobalHydra.instance().clear()
     try:
         with initialize_config_dir(str(CONF), version_base="1.3"):
             return hydra_compose("train", list(overrides))
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(str(error)) from error
+    finally:
+        GlobalHydra.instance().hydra = outer
 
 
 def load_algorithm(name: str = "grpo", *overrides: str) -> Algorithm:
@@ -75,16 +91,17 @@ def load_algorithm(name: str = "grpo", *overrides: str) -> Algorithm:
 
     The fields are the axis functions with their constants bound. Raises ConfigError.
     """
-    config = _resolved(compose(f"algorithm={name}", *overrides))
-    return make_algorithm(config)
+    return make_algorithm(_resolved(compose(f"algorithm={name}", *overrides)))
 
 
 def make_algorithm(config: dict[str, Any]) -> Algorithm:
     """The axes of a resolved configuration, each checked against its function's signature."""
-    for axis in AXES:
-        check_target(axis, config[axis], PASSED[axis])
+    for axis, arguments in AXES.items():
+        if axis not in config:
+            raise ConfigError(f"{axis} is missing: an algorithm has one value on each axis")
+        check_target(axis, config[axis], arguments, record=RECORDS.get(axis))
     check_axes(config)
-    return Algorithm(**{axis: instantiate(config[axis]) for axis in AXES})
+    return Algorithm(**{axis: _made(axis, config[axis]) for axis in AXES})
 
 
 def make_run(config: DictConfig, folder: Path) -> Run:
@@ -92,16 +109,20 @@ def make_run(config: DictConfig, folder: Path) -> Run:
     values = _resolved(config)
     known = {*SECTIONS, *AXES, "name", "seed", "cache", "task", "reward"}
     _refuse_unknown("", values, known)
+    missing = sorted(known - values.keys())
+    if missing:
+        raise ConfigError(f"missing: {', '.join(missing)}")
+    _value(str, values["name"], "name")
     sections = {name: typed(kind, values[name], name) for name, kind in SECTIONS.items()}
     algorithm = make_algorithm(values)
     reward = _reward(values["reward"])
-    check_target("task", values["task"], 0)
+    check_target("task", values["task"], ())
     run = Run(
         seed=_value(int, values["seed"], "seed"),
         folder=folder,
         cache=Path(_value(str, values["cache"], "cache")).expanduser(),
         algorithm=algorithm,
-        task=lambda: instantiate(values["task"]),
+        task=_task(values["task"]),
         reward=reward,
         config=values,
         **sections,
@@ -110,57 +131,102 @@ def make_run(config: DictConfig, folder: Path) -> Run:
     return run
 
 
+def folder_name(overrides: str) -> str:
+    """A job's folder in a sweep, from its overrides: one level, short, no two jobs the same.
+
+    >>> folder_name("clip=higher,seed=0")
+    'clip=higher,seed=0'
+    >>> folder_name("seed=0,task.path=data/gsm8k")
+    'seed=0,task.path=data_gsm8k-XXXXXXXX'
+    """
+    name = overrides.replace("/", "_")
+    if name == overrides and len(name) <= _LONGEST_NAME:
+        return name
+    mark = hashlib.sha256(overrides.encode()).hexdigest()[:8]
+    return f"{name[: _LONGEST_NAME - len(mark) - 1]}-{mark}"
+
+
+OmegaConf.register_new_resolver("folder_name", folder_name, replace=True)
+
+
 def _resolved(config: DictConfig) -> dict[str, Any]:
     try:
         return OmegaConf.to_container(config, resolve=True, throw_on_missing=True)  # type: ignore
-    except OmegaConfBaseException as error:
-        raise ConfigError(str(error)) from error
+    except OmegaConfBaseException as error:  # a `???`, an interpolation that leads nowhere
+        raise ConfigError(f"{error.full_key}: {str(error).splitlines()[0]}") from error
 
 
-def _reward(parts: dict[str, Any]) -> tuple[RewardPart, ...]:
+def _made(where: str, node: dict[str, Any]) -> Any:
+    try:
+        return instantiate(node, _convert_="all")  # plain lists and dicts, not OmegaConf's
+    except InstantiationException as error:
+        raise ConfigError(f"{where}: {error.__cause__ or error}") from error
+
+
+def _task(node: dict[str, Any]) -> Callable[[], Task]:
+    def load() -> Task:
+        try:
+            task = instantiate(node, _convert_="all")
+        except InstantiationException as error:
+            # a value out of range, a file that isn't there, a hub out of reach: the text says what
+            # to do. Anything else is a defect of the task
+            if isinstance(error.__cause__, ValueError | OSError):
+                raise TrainingError(f"task: {error.__cause__}") from error
+            raise
+        if not isinstance(task, Task):
+            raise TrainingError(f"task: {node['_target_']} made no grpo_jax.tasks.base.Task")
+        return task
+
+    return load
+
+
+def _reward(parts: Any) -> tuple[RewardPart, ...]:
+    if not isinstance(parts, dict) or not parts:
+        raise ConfigError("reward: needs at least one part, each with `function` and `weight`")
     made = []
     for name, part in parts.items():
-        if not isinstance(part, dict):
-            raise ConfigError(f"reward.{name}: a part has `function` and `weight`")
-        _refuse_unknown(f"reward.{name}", part, {"function", "weight"})
-        where = f"reward.{name}.function"
-        # completion and answer are passed; what else a reward takes may be columns of the data
-        check_target(where, part["function"], 2, columns=True)
-        weight = _value(float, part.get("weight", 1.0), f"reward.{name}.weight")
-        made.append(RewardPart(name, instantiate(part["function"]), weight))
-    if not made:
-        raise ConfigError("reward: no part at all")
+        where = f"reward.{name}"
+        if not isinstance(part, dict) or "function" not in part:
+            raise ConfigError(f"{where}.function is missing: a part has `function` and `weight`")
+        _refuse_unknown(where, part, {"function", "weight"})
+        # what else a reward takes may be columns of the data
+        check_target(f"{where}.function", part["function"], ("completion", "answer"), columns=True)
+        weight = _value(float, part.get("weight", 1.0), f"{where}.weight")
+        if not math.isfinite(weight):
+            raise ConfigError(f"{where}.weight={weight:g} is not finite")
+        made.append(RewardPart(name, _made(f"{where}.function", part["function"]), weight))
     return tuple(made)
 
 
 # ---------------------------------------------------------------------------------- types
 
 
-def typed(kind: type, values: Any, where: str) -> Any:
-    """A dataclass from a mapping: no unknown key, no missing one, no wrong type."""
+def typed(kind: Any, values: Any, where: str) -> Any:
+    """A dataclass from a mapping: no unknown key, no missing one, no wrong type.
+
+    Raises ConfigError, which names the key from `where` on.
+    """
     if not isinstance(values, dict):
-        raise ConfigError(
-            f"{where}: expected a section of {', '.join(f.name for f in fields(kind))}"
-        )
+        known = ", ".join(field.name for field in fields(kind))
+        raise ConfigError(f"{where}: expected a section with {known}")
     _refuse_unknown(where, values, {field.name for field in fields(kind)})
     hints = typing.get_type_hints(kind)
     made = {}
     for field in fields(kind):
+        name = f"{where}.{field.name}"
         if field.name in values:
-            made[field.name] = _value(
-                hints[field.name], values[field.name], f"{where}.{field.name}"
-            )
-        elif field.default is MISSING:
-            raise ConfigError(f"{where}.{field.name} is missing")
+            made[field.name] = _value(hints[field.name], values[field.name], name)
+        elif field.default is MISSING and field.default_factory is MISSING:
+            raise ConfigError(f"{name} is missing")
     try:
         return kind(**made)
-    except ValueError as error:
+    except (ValueError, ArithmeticError) as error:
         raise ConfigError(f"{where}: {error}") from error
 
 
 def _value(hint: Any, value: Any, where: str) -> Any:
-    """`value` as the annotation asks, without conversions beyond int -> float."""
-    options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    """`value` as the annotation asks, without conversions beyond int -> float and list -> tuple."""
+    options = _options(hint)
     if value is None and type(None) in options:
         return None
     for option in options:
@@ -168,81 +234,137 @@ def _value(hint: Any, value: Any, where: str) -> Any:
         if is_dataclass(origin) and isinstance(value, dict):
             return typed(origin, value, where)
         if origin is tuple and isinstance(value, list):
-            return tuple(value)
-        if origin is bool and isinstance(value, bool):
-            return value
-        if isinstance(value, bool):
-            continue
+            item, *_ = typing.get_args(option)  # tuple[item, ...]
+            return tuple(_value(item, v, f"{where}[{i}]") for i, v in enumerate(value))
+        if isinstance(value, bool) and origin is not bool:
+            continue  # true is no 1
         if origin is float and isinstance(value, int | float):
+            if math.isnan(value):
+                raise ConfigError(f"{where} is not a number (nan)")
             return float(value)
-        if origin in (int, str) and isinstance(value, origin):
+        if origin in (bool, int, str) and isinstance(value, origin):
             return value
-    names = " or ".join(getattr(o, "__name__", str(o)) for o in options if o is not type(None))
-    hint_text = ""
-    if isinstance(value, str) and value.strip("0").isdigit() and value.startswith("0"):
-        hint_text = " (a number can't begin with a 0: YAML reads it as text)"
-    raise ConfigError(
-        f"{where}={value!r} should be a {names}, and is a {type(value).__name__}{hint_text}"
-    )
+    origins = [typing.get_origin(option) or option for option in options]
+    wanted = " or ".join(_NAMES.get(o, getattr(o, "__name__", str(o))) for o in origins)
+    zero = isinstance(value, str) and re.match(r"[-+]?0\d", value)
+    why = "; a number can't begin with a 0: YAML takes it for text" if zero else ""
+    raise ConfigError(f"{where}={value!r} should be {wanted}{why}")
 
 
-def _refuse_unknown(where: str, values: dict[str, Any], known: set[str]) -> None:
+_NAMES = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    str: "text",
+    type(None): "null",
+    tuple: "a list",
+}
+
+
+def _options(hint: Any) -> tuple[Any, ...]:
+    """The members of a union, or the one type; `int | float` is one thing, a number."""
+    union = typing.get_origin(hint) in (types.UnionType, typing.Union)
+    options = typing.get_args(hint) if union else (hint,)
+    return tuple(o for o in options if not (o is int and float in options))
+
+
+def _refuse_unknown(where: str, values: dict[str, Any], known: Collection[str]) -> None:
     for key in values:
         if key not in known:
             close = difflib.get_close_matches(str(key), known, 1)
-            meant = (
-                f"; did you mean {close[0]}?" if close else f"; known: {', '.join(sorted(known))}"
-            )
-            raise ConfigError(f"unknown key {f'{where}.' if where else ''}{key}{meant}")
+            meant = f"did you mean {close[0]}?" if close else f"known: {', '.join(sorted(known))}"
+            raise ConfigError(f"unknown key {where}{'.' if where else ''}{key}; {meant}")
 
 
-def check_target(where: str, node: Any, passed: int, *, columns: bool = False) -> None:
-    """Check a `_target_` node's constants against the signature of what it names."""
-    if not isinstance(node, dict) or "_target_" not in node:
-        raise ConfigError(f"{where}: needs a _target_, the import path of a function")
-    name = node["_target_"]
-    try:
-        target = get_object(name)
-    except Exception as error:
-        raise ConfigError(f"{where}._target_={name}: can't be imported ({error})") from error
-    parameters = inspect.signature(target).parameters
-    nested = is_dataclass(target)
-    first = 0 if nested else passed
-    own = dict(list(parameters.items())[first:])
-    given = {k: v for k, v in node.items() if k not in ("_target_", "_partial_")}
-    if not any(p.kind is p.VAR_KEYWORD for p in own.values()):
-        _refuse_unknown(where, given, set(own))
+# -------------------------------------------------------------------------------- targets
+
+
+def check_target(
+    where: str,
+    node: Any,
+    arguments: tuple[str, ...] | None,
+    *,
+    record: type | None = None,
+    columns: bool = False,
+) -> None:
+    """Check a `_target_` node against the signature of what it names, which is not called.
+
+    Args:
+      where: the node's place in the configuration, for messages.
+      arguments: what the pipeline passes to a function; its other parameters are the constants. A
+        function with arguments is bound (`_partial_: true`). A class is made from its constants
+        here, and takes the arguments when called. None: unknown.
+      record: the class that it has to be (or to derive from), whose fields may be such nodes.
+      columns: parameters without a constant are columns of the data, not missing.
+
+    Raises ConfigError.
+    """
+    target = _target(where, node)
+    if record is not None and not (isinstance(target, type) and issubclass(target, record)):
+        raise ConfigError(f"{where}._target_ should be {record.__module__}.{record.__name__}")
+    bound = node.get("_partial_", False)
+    if arguments is not None and bound is not (bool(arguments) and not isinstance(target, type)):
+        raise ConfigError(f"{where}._partial_ should be {str(not bound).lower()}")
+    parameters = _constants(where, node, target, (arguments or ()) if bound else ())
+    given = {key: value for key, value in node.items() if key not in ("_target_", "_partial_")}
+    own = {p.name: p for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)}
+    if not any(p.kind is p.VAR_KEYWORD for p in parameters):
+        _refuse_unknown(where, given, own)
     for key, parameter in own.items():
+        name = f"{where}.{key}"
         if key not in given:
-            if (
-                parameter.default is parameter.empty
-                and not columns
-                and parameter.kind
-                not in (
-                    parameter.VAR_KEYWORD,
-                    parameter.VAR_POSITIONAL,
-                )
-            ):
-                raise ConfigError(f"{where}.{key} is missing: {name} needs it")
-            continue
-        if isinstance(given[key], dict):
-            check_target(f"{where}.{key}", given[key], passed)
+            if parameter.default is parameter.empty and not (columns or arguments is None):
+                raise ConfigError(f"{name} is missing: {node['_target_']} needs it")
+        elif isinstance(given[key], dict) and "_target_" in given[key]:
+            check_target(name, given[key], arguments if record else None)
         else:
-            _check_constant(parameter.annotation, given[key], f"{where}.{key}")
+            _check_constant(parameter.annotation, given[key], name)
+
+
+def _constants(
+    where: str, node: dict[str, Any], target: Any, arguments: tuple[str, ...]
+) -> list[inspect.Parameter]:
+    """The parameters that come from the configuration: all but the first ones, the arguments."""
+    try:
+        signature = inspect.signature(target, eval_str=True)
+    except NameError:  # an annotation that only a type checker can read
+        signature = inspect.signature(target)
+    except ValueError as error:
+        raise ConfigError(f"{where}._target_: {error}") from error
+    parameters = list(signature.parameters.values())
+    if not arguments or any(p.kind is p.VAR_POSITIONAL for p in parameters):
+        return parameters
+    passed, rest = parameters[: len(arguments)], parameters[len(arguments) :]
+    by_place = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    if len(passed) < len(arguments) or any(p.kind not in by_place for p in passed):
+        raise ConfigError(
+            f"{where}._target_={node['_target_']} can't be called with ({', '.join(arguments)}), "
+            "which is what it gets"
+        )
+    return rest
+
+
+def _target(where: str, node: Any) -> Any:
+    """What a node names, imported."""
+    if not isinstance(node, dict) or not isinstance(node.get("_target_"), str):
+        raise ConfigError(f"{where}: needs a _target_, the import path of a function")
+    try:
+        target = pkgutil.resolve_name(node["_target_"])
+    except Exception as error:  # whatever a module raises while it is imported
+        text = f"{type(error).__name__}: {error}"
+        raise ConfigError(f"{where}._target_={node['_target_']}: not there ({text})") from error
+    if not callable(target):
+        raise ConfigError(f"{where}._target_={node['_target_']} is no function")
+    return target
 
 
 def _check_constant(annotation: Any, value: Any, where: str) -> None:
-    """Against plain annotations only; `float | Array` counts as float, a missing one as anything."""
-    options = (
-        typing.get_args(annotation) if isinstance(annotation, types.UnionType) else (annotation,)
-    )
+    """Against what YAML can say; a traced scalar beside it (`float | Array`) is for sweeps."""
+    options = _options(annotation)
+    if value is None and type(None) in options:
+        return
+    if any((typing.get_origin(o) or o) is Callable for o in options):
+        raise ConfigError(f"{where}={value!r}: needs a _target_, the import path of a function")
     plain = [o for o in options if o in (int, float, str, bool, type(None))]
-    if plain and len(plain) == len([o for o in options if o in plain or _is_array(o)]):
-        union = plain[0]
-        for option in plain[1:]:
-            union = union | option
-        _value(union, value, where)
-
-
-def _is_array(option: Any) -> bool:
-    return getattr(option, "__name__", "") in ("Array", "ndarray")
+    if plain and all(o in plain or o is Array for o in options):
+        _value(typing.Union[tuple(plain)], value, where)  # noqa: UP007

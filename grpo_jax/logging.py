@@ -145,12 +145,17 @@ def write_done(folder: Path, step: int, final: Mapping[str, Any]) -> None:
 
 
 def write_failed(folder: Path, exception: BaseException) -> None:
-    """Say that the run failed, and why: `FAILED.json`, without the environment's secrets."""
+    """Say that the run failed, and why: `FAILED.json`, without the environment's secrets.
+
+    A complete run stays complete: where there is a `DONE.json`, this attempt never got as far as a
+    `RunLogger` (a refused configuration, say), and nothing is written.
+    """
+    if (Path(folder) / "DONE.json").exists():
+        return
     content = {
         "error": "".join(traceback.format_exception_only(exception)).strip(),
         "traceback": "".join(traceback.format_exception(exception)),
     }
-    (Path(folder) / "DONE.json").unlink(missing_ok=True)
     _replace(Path(folder) / "FAILED.json", _dump(_plain(content, text=_without_secrets)))
 
 

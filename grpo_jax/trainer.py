@@ -33,6 +33,7 @@ def train(run: Run) -> dict[str, float]:
     if finished is not None:
         return finished
     work = assemble(run)
+    final: dict[str, float] | None = None
     with _records(run, work.state) as out:
         state, step, position = out.state, out.step, out.position
         # BASE: refuse to train a policy that knows nothing. All programs but the update compile
@@ -66,6 +67,8 @@ def train(run: Run) -> dict[str, float]:
             if out.manager is not None and (last or step % run.checkpoint.every == 0):
                 loop = {"position": position, "bad": out.bad}
                 checkpoint.save(out.manager, step, state, loop, {"config": run.config})
+        if final is None:  # resumed after the last step
+            final = _evaluate(work, state, step, out)
     write_done(run.folder, step, final)
     return final
 
@@ -90,7 +93,13 @@ def _records(run: Run, state: TrainState) -> Iterator[_Records]:
     if run.checkpoint.every:
         manager = checkpoint.open(run.folder / "checkpoints", run.checkpoint.keep)
         newest = checkpoint.latest(manager)
-        if run.checkpoint.resume == "auto" and newest is not None:
+        if newest is not None and run.checkpoint.resume == "never":
+            manager.close()
+            raise TrainingError(
+                f"{run.folder} holds checkpoints of an earlier run, up to step {newest}: go on from "
+                "them (checkpoint.resume=auto) or write elsewhere (hydra.run.dir=FOLDER)"
+            )
+        if newest is not None:
             state, loop, _ = checkpoint.restore(manager, newest, state)
             step, position, bad = newest, int(loop["position"]), int(loop["bad"])
     logger = RunLogger(

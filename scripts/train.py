@@ -1,14 +1,17 @@
-"""Train: `python scripts/train.py [key=value ...]`; `-m` sweeps. Defaults are in conf/train.yaml."""
+"""Train: `python scripts/train.py [key=value ...]`; `-m` sweeps. Defaults: conf/train.yaml.
 
-import os
+A function of your own is named by its import path, from the installed packages or the current
+directory: `clip=none clip._target_=my.module.rule`, and `+clip.range=0.1` for its constants.
+"""
+
+import logging
 import sys
 from pathlib import Path
 
-# before jax is imported: no device memory is taken that the run doesn't use, and XLA stays quiet
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-
 import hydra
+import jax
 from hydra.core.hydra_config import HydraConfig
+from hydra.errors import CompactHydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
@@ -19,21 +22,33 @@ from grpo_jax.logging import write_failed
 from grpo_jax.trainer import train
 
 
+def prepare_process(cache: Path) -> None:
+    """Job 2 of a sweep, and the next run, find their programs compiled; libraries stay quiet."""
+    jax.config.update("jax_compilation_cache_dir", str(cache / "xla"))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
+    logging.getLogger("absl").setLevel(logging.WARNING)  # orbax narrates every save
+
+
 @hydra.main(version_base="1.3", config_path="../conf", config_name="train")
 def main(config: DictConfig) -> None:
     folder = Path(HydraConfig.get().runtime.output_dir)
+    if str(Path.cwd()) not in sys.path:
+        sys.path.append(str(Path.cwd()))  # last: a folder `datasets/` here hides no package
     try:
         run = make_run(config, folder)
+        prepare_process(run.cache)
         for line in announce(run):
             print(f"note: {line}")
         final = train(run)
     except BaseException as error:
         write_failed(folder, error)
-        single = HydraConfig.get().mode == RunMode.RUN
-        if single and isinstance(error, ConfigError | TrainingError):
-            print(f"error: {error}", file=sys.stderr)
+        if not isinstance(error, ConfigError | TrainingError):
+            raise
+        print(f"error: {error}", file=sys.stderr)
+        if HydraConfig.get().mode == RunMode.RUN:
             sys.exit(2)
-        raise  # a sweep goes on with its other jobs, and ends with this one's error
+        # the sweep goes on with its other jobs, and ends with the first failed one's text
+        raise CompactHydraException(f"error: {error}\n(in {folder})") from error
     shown = ("eval/accuracy", "eval/greedy_accuracy", "exact/probability", "probe/forced_length")
     print("  ".join(f"{name}={final[name]:.3f}" for name in shown if name in final), f" {folder}")
 

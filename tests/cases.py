@@ -46,6 +46,13 @@ CORRECTION = {
     "sequence_truncate": partial(correction.sequence_truncate, cap=1.1),
     "sequence_mask": partial(correction.sequence_mask, low=0.9, high=1.1),
 }
+AXES = {  # those that act in the loss
+    "ratio": RATIO,
+    "clip": CLIP,
+    "aggregation": AGGREGATION,
+    "kl": KL,
+    "correction": CORRECTION,
+}
 
 
 def make_algorithm(**axes) -> Algorithm:
@@ -66,18 +73,22 @@ def make_algorithm(**axes) -> Algorithm:
 
 def one_axis_at_a_time() -> dict[str, Algorithm]:
     """The article's algorithm with each value of each axis of the loss put in, one by one."""
-    axes = {
-        "ratio": RATIO,
-        "clip": CLIP,
-        "aggregation": AGGREGATION,
-        "kl": KL,
-        "correction": CORRECTION,
-    }
     return {
         f"{axis}={name}": make_algorithm(**{axis: value})
-        for axis, values in axes.items()
+        for axis, values in AXES.items()
         for name, value in values.items()
     }
+
+
+def together() -> dict[str, Algorithm]:
+    """A few algorithms in which every value of every axis of the loss occurs at least once."""
+    rows = {}
+    for i in range(max(map(len, AXES.values()))):
+        names = {axis: list(values)[i % len(values)] for axis, values in AXES.items()}
+        rows["-".join(names.values())] = make_algorithm(
+            **{axis: AXES[axis][name] for axis, name in names.items()}
+        )
+    return rows
 
 
 def make_batch(seed: int = 0, prompts: int = 2, group: int = 4, width: int = 7) -> dict:

@@ -202,8 +202,8 @@ def test_a_kill_in_the_middle_of_a_save_leaves_the_last_one_whole(tmp_path):
     assert bool(jnp.all(restored.trainable["w"] == 1.0))
     with checkpoint.open(tmp_path, keep=2) as manager:
         assert checkpoint.latest(manager) == 1
-        checkpoint.save(manager, 2, restored, {}, {})
-    assert {path.name for path in tmp_path.iterdir()} == {"1", "2"}
+        checkpoint.save(manager, 3, restored, {}, {})
+    assert {path.name for path in tmp_path.iterdir()} == {"1", "3"}
 
 
 def test_reading_where_nothing_is(tmp_path):

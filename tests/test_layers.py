@@ -18,9 +18,18 @@ LAYERS = (
     {"kernels", "rewards", "stats", "metrics"},
     {"models", "tasks", "tokenizer", "sharding"},
     {"generate", "loss", "optim", "policy", "answers"},
-    {"learner", "rollout", "evaluate", "checkpoint", "logging", "warmstart", "report"},
+    {
+        "learner",
+        "rollout",
+        "evaluate",
+        "checkpoint",
+        "logging",
+        "warmstart",
+        "report",
+        "tabular_loop",
+    },
     {"assemble"},
-    {"trainer"},
+    {"trainer", "check"},
     {"config"},
 )
 # Inside the package, these libraries are imported here only.

@@ -128,18 +128,24 @@ def test_completions_keep_any_text(tmp_path):
     ]
 
 
-def test_verdicts_replace_each_other(tmp_path):
+def test_a_folder_shows_one_verdict(tmp_path):
+    def verdicts():
+        return sorted(path.name for path in tmp_path.glob("*.json*"))
+
     write_failed(tmp_path, RuntimeError("boom"))
     failed = strict((tmp_path / "FAILED.json").read_text())
     assert failed["error"] == "RuntimeError: boom" and "boom" in failed["traceback"]
     write_done(tmp_path, np.int32(7), {"eval/accuracy": jnp.float32(0.5), "kl": math.nan})
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["DONE.json"]
     done = strict((tmp_path / "DONE.json").read_text())
     assert done == {"step": 7, "final": {"eval/accuracy": 0.5, "kl": None}}
+    assert verdicts() == ["DONE.json"]
+    write_failed(tmp_path, RuntimeError("refused before it began"))
+    assert verdicts() == ["DONE.json"]
+    make(tmp_path).close()  # a new attempt that did begin has no verdict yet
+    assert verdicts() == ["completions.jsonl", "metrics.jsonl"]
     write_failed(tmp_path, RuntimeError("boom"))
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["FAILED.json"]
-    make(tmp_path).close()  # a new attempt has no verdict yet
-    assert not (tmp_path / "FAILED.json").exists()
+    make(tmp_path).close()
+    assert verdicts() == ["completions.jsonl", "metrics.jsonl"]
 
 
 def test_no_secret_is_written(tmp_path, monkeypatch):

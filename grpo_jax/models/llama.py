@@ -31,7 +31,7 @@ UNROLL_LAYERS = 8  # decode loops over more layers than this instead of unrollin
 
 @dataclass(frozen=True)
 class Model:
-    """A Llama as pure functions of its parameters. Compute dtype is bound; results are float32.
+    """A Llama as pure functions of its parameters. Results have the compute dtype, which is bound.
 
     hidden(params, tokens i32[B,T], mask bool[B,T]) -> [B,T,D]: the normed last hidden state. Rows
         may be padded on either side; positions count the unmasked tokens before each.

@@ -1,7 +1,8 @@
 """GSM8K (Cobbe et al. 2021, arXiv:2110.14168): grade-school word problems with integer answers."""
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -130,16 +131,13 @@ def _from_folder(folder: Path) -> dict[str, Iterable[dict[str, Any]]]:
     splits = {}
     for split in _SPLITS:
         files = _split_files(folder, split)
-        read: Callable[..., Iterable[dict[str, Any]]] = (
-            IterableDataset.from_parquet
-            if files[0].endswith(".parquet")
-            else IterableDataset.from_json
-        )
+        parquet = str(files[0]).endswith(".parquet")
+        read = IterableDataset.from_parquet if parquet else IterableDataset.from_json
         splits[split] = read(files)
     return splits
 
 
-def _split_files(folder: Path, split: str) -> list[str]:
+def _split_files(folder: Path, split: str) -> list[str | bytes | PathLike]:
     for extension in _EXTENSIONS:
         whole, shards = f"{split}.{extension}", f"{split}-*.{extension}"
         files = sorted([*folder.glob(whole), *folder.glob(shards)])

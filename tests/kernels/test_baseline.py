@@ -46,14 +46,13 @@ def test_what_each_baseline_makes_zero():
 
 
 @pytest.mark.parametrize("rule", GROUP_BASELINES)
-@pytest.mark.parametrize("value", [0.7, 0.3, 1 / 3, 1e6 + 0.1])
-@pytest.mark.parametrize("group", [1, 2, 8, 12])
-def test_a_tied_group_is_centred_to_exactly_zero(rule, value, group):
-    reward = jnp.full((2, group), value, jnp.float32)
-    length = jnp.arange(2 * group).reshape(2, group)
+def test_a_tied_group_is_centred_to_exactly_zero(rule):
+    reward = jnp.repeat(jnp.array([[0.7], [0.3], [1 / 3], [1e6 + 0.1]], jnp.float32), 8, axis=1)
+    length = jnp.arange(32).reshape(4, 8)
     np.testing.assert_array_equal(reward - rule(reward, length), 0)
     holed = reward.at[0, 0].set(NAN)
-    np.testing.assert_array_equal((holed - rule(holed, length))[1], 0)
+    np.testing.assert_array_equal((holed - rule(holed, length))[1:], 0)
+    np.testing.assert_array_equal((holed - rule(holed, length))[0, 1:], 0)
 
 
 def test_a_row_alone_among_the_unscorable_is_its_own_baseline():

@@ -211,5 +211,5 @@ def test_temporary_memory_does_not_grow_with_the_vocabulary():
     logits = {v: 256 * v * 4 for v in (2048, 16384)}  # bytes of one N x V float32 array
     small, large = temporary(2048, 512), temporary(16384, 512)
     assert large - small < 0.1 * (logits[16384] - logits[2048])
-    assert temporary(16384, 256) < large < temporary(16384, 2048)
+    assert large < temporary(16384, 2048)
     assert large < 0.5 * logits[16384] <= temporary(16384, None)

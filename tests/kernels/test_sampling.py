@@ -10,6 +10,7 @@ from scipy import stats
 
 from grpo_jax.kernels.sampling import _first_above, greedy, row_uniform, sample
 
+noise_jit = jax.jit(row_uniform)
 sample_jit = jax.jit(sample, static_argnames=("top_k", "top_p"))
 
 
@@ -31,7 +32,7 @@ def histogram(token, vocabulary):
 # --- distribution -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("vocabulary", [1, 3, 17, 83, 512])
+@pytest.mark.parametrize("vocabulary", [1, 3, 83, 512])
 def test_frequencies_match_softmax_exactly_on_even_uniforms(vocabulary):
     logits = 1.5 * jax.random.normal(jax.random.key(vocabulary), (vocabulary,))
     token, _ = draw(logits, stratified(1 << 13), temperature=0.9)
@@ -43,7 +44,7 @@ def test_frequencies_match_softmax_exactly_on_even_uniforms(vocabulary):
 @pytest.mark.parametrize("vocabulary", [3, 83])
 def test_chi_square_small_vocabulary(vocabulary):
     logits = jax.random.normal(jax.random.key(1), (vocabulary,))
-    uniform = row_uniform(jax.random.key(2), jnp.arange(40_000), 0)
+    uniform = noise_jit(jax.random.key(2), jnp.arange(40_000), 0)
     token, _ = draw(logits, uniform, temperature=1.3)
     expected = 40_000 * np.asarray(jax.nn.softmax(logits / 1.3), np.float64)
     observed = histogram(token, vocabulary)
@@ -56,7 +57,7 @@ def test_chi_square_large_vocabulary():
     vocabulary, batch = 49152, 128
     logits = 2.0 * jax.random.normal(jax.random.key(3), (vocabulary,))
     rows = jnp.broadcast_to(logits, (batch, vocabulary))
-    uniform = row_uniform(jax.random.key(4), jnp.arange(32 * batch), 0)
+    uniform = noise_jit(jax.random.key(4), jnp.arange(32 * batch), 0)
     token = np.concatenate(
         [sample_jit(part, rows, temperature=1.0)[0] for part in uniform.reshape(-1, batch)]
     )
@@ -82,9 +83,9 @@ def test_logp_is_of_the_distribution_drawn_from(options):
 
 
 def test_without_truncation_logp_equals_log_softmax():
-    logits = jax.random.normal(jax.random.key(7), (64, 512)) * 3
-    token, logp = sample_jit(stratified(64), logits, temperature=0.8)
-    plain = jax.nn.log_softmax(logits / 0.8)[jnp.arange(64), token]
+    logits = jax.random.normal(jax.random.key(7), (512, 83)) * 3
+    token, logp = sample_jit(stratified(512), logits, temperature=0.8)
+    plain = jax.nn.log_softmax(logits / 0.8)[jnp.arange(512), token]
     np.testing.assert_allclose(logp, plain, atol=1e-5)
 
 
@@ -102,9 +103,9 @@ def test_temperature_divides_the_logits(temperature, expected):
 
 
 def test_bfloat16_logits_are_used_in_float32():
-    logits = jax.random.normal(jax.random.key(8), (32, 83)).astype(jnp.bfloat16)
-    narrow = sample_jit(stratified(32), logits, temperature=0.6)
-    wide = sample_jit(stratified(32), logits.astype(jnp.float32), temperature=0.6)
+    logits = jax.random.normal(jax.random.key(8), (512, 83)).astype(jnp.bfloat16)
+    narrow = sample_jit(stratified(512), logits, temperature=0.6)
+    wide = sample_jit(stratified(512), logits.astype(jnp.float32), temperature=0.6)
     np.testing.assert_array_equal(narrow[0], wide[0])
     np.testing.assert_array_equal(narrow[1], wide[1])
     assert narrow[1].dtype == jnp.float32
@@ -187,7 +188,7 @@ def test_weights_that_underflow_are_never_drawn():
 
 def test_every_token_of_a_uniform_vocabulary_is_reached():
     """V = 83 is padded to whole blocks: padding is never drawn, the last token is."""
-    token, logp = draw(jnp.zeros(83), stratified(8300))
+    token, logp = draw(jnp.zeros(83), stratified(1 << 13))
     assert np.ptp(histogram(token, 83)) <= 2
     np.testing.assert_allclose(logp, -np.log(83), rtol=1e-6)
 
@@ -218,11 +219,11 @@ def test_refuses_impossible_constants(options):
 
 
 def test_works_under_vmap_with_a_traced_temperature():
-    logits = jax.random.normal(jax.random.key(9), (16, 83))
+    logits = jax.random.normal(jax.random.key(9), (512, 83))
     temperatures = jnp.array([0.5, 1.0, 2.0])
-    many = jax.jit(jax.vmap(lambda t: sample(stratified(16), logits, temperature=t)))(temperatures)
+    many = jax.jit(jax.vmap(lambda t: sample(stratified(512), logits, temperature=t)))(temperatures)
     for i, temperature in enumerate(temperatures):
-        token, logp = sample_jit(stratified(16), logits, temperature=temperature)
+        token, logp = sample_jit(stratified(512), logits, temperature=temperature)
         np.testing.assert_array_equal(many[0][i], token)
         np.testing.assert_allclose(many[1][i], logp, atol=1e-6)
 
@@ -239,25 +240,24 @@ def test_greedy_is_a_point_mass():
 
 def test_noise_differs_by_row_step_and_key():
     key = jax.random.key(0)
-    grid = jnp.stack([row_uniform(key, jnp.arange(64), step) for step in range(16)])
+    grid = np.stack([noise_jit(key, jnp.arange(64), step) for step in range(16)])
     assert grid.dtype == jnp.float32 and grid.min() >= 0 and grid.max() < 1
     assert len(np.unique(grid)) == grid.size  # rows distinct, steps distinct
-    other = row_uniform(jax.random.key(1), jnp.arange(64), 0)
+    other = noise_jit(jax.random.key(1), jnp.arange(64), 0)
     assert not np.isin(other, grid).any()
 
 
 def test_noise_of_a_row_depends_on_its_global_id_only():
     key = jax.random.key(0)
-    draw_jit = jax.jit(row_uniform)
-    whole = draw_jit(key, jnp.arange(12), 5)
-    for ids in ([0, 1, 2, 3], [11, 4], [7]):
-        np.testing.assert_array_equal(draw_jit(key, jnp.array(ids), 5), whole[jnp.array(ids)])
-    np.testing.assert_array_equal(row_uniform(key, jnp.arange(12), jnp.int32(5)), whole)
+    whole = noise_jit(key, jnp.arange(12), 5)
+    for ids in ([0, 1, 2, 3], [11, 4, 7, 5]):
+        np.testing.assert_array_equal(noise_jit(key, jnp.array(ids), 5), whole[jnp.array(ids)])
+    np.testing.assert_array_equal(row_uniform(key, jnp.arange(12), 5), whole)
 
 
 def test_noise_is_uniform_over_rows_and_over_steps():
     key = jax.random.key(3)
-    over_rows = row_uniform(key, jnp.arange(20_000), 7)
+    over_rows = noise_jit(key, jnp.arange(20_000), 7)
     over_steps = jax.vmap(lambda s: row_uniform(key, jnp.array([7]), s)[0])(jnp.arange(20_000))
     for values in (over_rows, over_steps):
         assert stats.kstest(np.asarray(values), "uniform").pvalue > 1e-3
@@ -267,7 +267,7 @@ def test_a_frozen_key_would_show():
     """Uniform logits over 1000 tokens, 8 rows, 2 steps: rows distinct, the two steps not equal."""
     logits = jnp.zeros((8, 1000))
     steps = [
-        sample_jit(row_uniform(jax.random.key(0), jnp.arange(8), s), logits, temperature=1.0)[0]
+        sample_jit(noise_jit(jax.random.key(0), jnp.arange(8), s), logits, temperature=1.0)[0]
         for s in range(2)
     ]
     assert len(set(np.asarray(steps[0]).tolist())) == 8
