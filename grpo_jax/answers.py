@@ -138,16 +138,15 @@ def cut_at_stop(
         if ids and ids[-1] in tokenizer.eos_ids:
             ids = ids[:-1]  # any other special token stays visible: no reward may overlook it
         text = tokenizer.decode(ids, skip_special=False)
-        found = [text.index(stop) for stop in stops if stop in text]
-        if found:
-            end = next(
-                n
-                for n in range(1, len(ids) + 1)
-                if any(stop in tokenizer.decode(ids[:n], skip_special=False) for stop in stops)
-            )
-            mask[row, end:] = False
-            truncated[row] = False
-            text = text[: min(found)]
+        if any(stop in text for stop in stops):
+            for end in range(1, len(ids) + 1):
+                text = tokenizer.decode(ids[:end], skip_special=False)
+                found = [text.index(stop) for stop in stops if stop in text]
+                if found:  # complete with this token
+                    mask[row, end:] = False
+                    truncated[row] = False
+                    text = text[: min(found)]
+                    break
         texts.append(text)
     logp = np.where(mask, rollout.sampler_logp, 0.0)
     return replace(rollout, mask=mask, truncated=truncated, sampler_logp=logp), texts

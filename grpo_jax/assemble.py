@@ -20,7 +20,7 @@ from grpo_jax.optim import OptimSettings, make_optimizer, make_schedule
 from grpo_jax.policy import PolicySettings, make_logprobs
 from grpo_jax.rewards.combine import RewardPart
 from grpo_jax.rollout import Collector
-from grpo_jax.tasks.base import Task, within_limit
+from grpo_jax.tasks.base import Task, longest_prompt, within_limit
 from grpo_jax.tokenizer import Tokenizer
 from grpo_jax.types import Algorithm, Params, TrainState
 from grpo_jax.warmstart import WarmstartSettings, warm_params
@@ -115,10 +115,10 @@ def assemble(run: Run) -> Work:
     """Load the data and the model (or warm-start it), and build every jitted function."""
     shape, params, words = _load_model(run.model)
     model = llama.build(shape, dtype=run.model.dtype, remat=run.model.remat)
-    slots = run.rollout.max_prompt_length
-    task = within_limit(run.task(), words, slots)
+    task = within_limit(run.task(), words, run.rollout.max_prompt_length)
+    slots = _prompt_slots(run, task, words)
     if params is None:
-        params = _first_params(run, model, task, words)
+        params = _first_params(run, model, task, words, slots)
     params = jax.tree.map(lambda a: jnp.asarray(a, jnp.float32), params)
     policy = PolicySettings(
         temperature=run.rollout.temperature,
@@ -164,6 +164,13 @@ def assemble(run: Run) -> Work:
     )
 
 
+def _prompt_slots(run: Run, task: Task, words: Tokenizer) -> int:
+    """One width for all prompts of the run, so that each program compiles once: no wider than the
+    longest needs (in steps of 8 tokens), which is known for finite data only."""
+    limit, longest = run.rollout.max_prompt_length, longest_prompt(task, words)
+    return limit if longest is None else min(limit, -(-longest // 8) * 8)
+
+
 def _load_model(settings: ModelSettings) -> tuple[LlamaConfig, Params | None, Tokenizer]:
     if settings.path is None:
         if settings.shape is None:
@@ -180,7 +187,7 @@ def _load_model(settings: ModelSettings) -> tuple[LlamaConfig, Params | None, To
     return *hf.load(path), tokenizer.load(path)
 
 
-def _first_params(run: Run, model: llama.Model, task: Task, words: Tokenizer) -> Params:
+def _first_params(run: Run, model: llama.Model, task: Task, words: Tokenizer, slots: int) -> Params:
     if run.warmstart.steps == 0:
         return jax.jit(model.init)(jax.random.fold_in(jax.random.key(run.seed), 1))
     identity = {"task": run.config["task"], "model": run.config["model"]}
@@ -189,7 +196,7 @@ def _first_params(run: Run, model: llama.Model, task: Task, words: Tokenizer) ->
         model,
         task,
         words,
-        prompt_slots=run.rollout.max_prompt_length,
+        prompt_slots=slots,
         seed=run.seed,
         identity=identity,
         cache=run.cache,

@@ -68,6 +68,14 @@ AXES = {
 }
 # Axes that are more than a function: a record that holds one.
 RECORDS = {"filter": Filter, "kl": Kl}
+_NAMES = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    str: "text",
+    type(None): "null",
+    tuple: "a list",
+}
 _LONGEST_NAME = 200  # characters of a job's folder; file systems stop at 255
 
 
@@ -80,8 +88,8 @@ def compose(*overrides: str) -> DictConfig:
     try:
         with initialize_config_dir(str(CONF), version_base="1.3"):
             return hydra_compose("train", list(overrides))
-    except (HydraException, OmegaConfBaseException) as error:
-        raise ConfigError(str(error)) from error
+    except (HydraException, OmegaConfBaseException, ValueError) as error:
+        raise ConfigError(str(error)) from error  # a ValueError is Hydra's for `experiment=null`
     finally:
         GlobalHydra.instance().hydra = outer
 
@@ -248,17 +256,7 @@ def _value(hint: Any, value: Any, where: str) -> Any:
     wanted = " or ".join(_NAMES.get(o, getattr(o, "__name__", str(o))) for o in origins)
     zero = isinstance(value, str) and re.match(r"[-+]?0\d", value)
     why = "; a number can't begin with a 0: YAML takes it for text" if zero else ""
-    raise ConfigError(f"{where}={value!r} should be {wanted}{why}")
-
-
-_NAMES = {
-    bool: "true or false",
-    int: "a whole number",
-    float: "a number",
-    str: "text",
-    type(None): "null",
-    tuple: "a list",
-}
+    raise ConfigError(f"{where}={value!r:.60} should be {wanted}{why}")
 
 
 def _options(hint: Any) -> tuple[Any, ...]:
@@ -268,12 +266,14 @@ def _options(hint: Any) -> tuple[Any, ...]:
     return tuple(o for o in options if not (o is int and float in options))
 
 
-def _refuse_unknown(where: str, values: dict[str, Any], known: Collection[str]) -> None:
+def _refuse_unknown(
+    where: str, values: dict[str, Any], known: Collection[str], hint: str = ""
+) -> None:
     for key in values:
         if key not in known:
             close = difflib.get_close_matches(str(key), known, 1)
             meant = f"did you mean {close[0]}?" if close else f"known: {', '.join(sorted(known))}"
-            raise ConfigError(f"unknown key {where}{'.' if where else ''}{key}; {meant}")
+            raise ConfigError(f"unknown key {where}{'.' if where else ''}{key}; {meant}{hint}")
 
 
 # -------------------------------------------------------------------------------- targets
@@ -309,7 +309,8 @@ def check_target(
     given = {key: value for key, value in node.items() if key not in ("_target_", "_partial_")}
     own = {p.name: p for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)}
     if not any(p.kind is p.VAR_KEYWORD for p in parameters):
-        _refuse_unknown(where, given, own)
+        foreign = where in AXES and not node["_target_"].startswith("grpo_jax.")
+        _refuse_unknown(where, given, own, f" ({where}=none brings no constants)" * foreign)
     for key, parameter in own.items():
         name = f"{where}.{key}"
         if key not in given:

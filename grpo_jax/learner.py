@@ -64,7 +64,7 @@ def make_update(
     def update(state: TrainState, batch: Batch, rows: Int[Array, "b"]):
         batch = jax.tree.map(lambda a: a[rows], batch)
         value, sums, grad = gradient(state.trainable, batch)
-        norm = optax.global_norm(grad)
+        norm = optax.tree.norm(grad)
         finite = jnp.isfinite(value) & jnp.isfinite(norm)
         empty = sums["tokens"] == 0
         steps, opt_state = optimizer.update(grad, state.opt_state, state.trainable)

@@ -19,10 +19,11 @@ def reward_metrics(
 ) -> dict[str, float]:
     """Of everything sampled, before any filter. NaN marks an unscorable row."""
     scorable = ~np.isnan(total)
+    spread = _group(np.std, total)
     metrics = {
         "reward": _mean(total[scorable]),
         "reward_std": _std(total[scorable]),
-        "reward_group_std": _mean(_group(np.nanstd, total)),
+        "reward_group_std": _mean(spread[~np.isnan(spread)]),
         "frac_reward_zero_std": _mean(tied(total)),
         "rewards/unscorable": float((~scorable).sum()),
     }
@@ -35,7 +36,7 @@ def reward_metrics(
 
 def tied(total: Float[np.ndarray, "N G"]) -> Bool[np.ndarray, "N"]:
     """Groups without signal: all scorable rewards equal, or none scorable."""
-    spread = _group(np.nanmax, total) - _group(np.nanmin, total)
+    spread = _group(np.max, total) - _group(np.min, total)
     return np.isnan(spread) | (spread <= TIED)
 
 

@@ -108,7 +108,7 @@ class Collector:
             lengths,
             jnp.asarray(answers.grouped(answers.rollout.truncated)),
         )
-        if kl.active and kl.where == "reward":
+        if ref_logp is not None and kl.where == "reward":
             per_token = jnp.where(rollout.mask, kl(old_logp, ref_logp), 0.0)
             shaped = shaped - kl.coef * per_token.sum(-1).reshape(shaped.shape)
         value = advantage(self.algorithm.baseline, self.algorithm.scale, shaped, lengths)

@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -87,7 +87,7 @@ class _Records:
 
 
 @contextmanager
-def _records(run: Run, state: TrainState) -> Iterator[_Records]:
+def _records(run: Run, state: TrainState) -> Generator[_Records]:
     """Open them, resumed if there is something to resume; close them whatever happens."""
     manager, step, position, bad = None, 0, 0, 0
     if run.checkpoint.every:
@@ -179,7 +179,7 @@ def _update(
     return state, means | {
         "updates/nonfinite": float(sum(bool(m["nonfinite"]) for m in steps)),
         "updates/empty": float(sum(bool(m["empty"]) for m in steps)),
-        "learning_rate": float(work.schedule(int(state.step) - 1)),
+        "learning_rate": float(np.asarray(work.schedule(int(state.step) - 1))),
     }
 
 

@@ -91,7 +91,7 @@ def together() -> dict[str, Algorithm]:
     return rows
 
 
-def make_batch(seed: int = 0, prompts: int = 2, group: int = 4, width: int = 7) -> dict:
+def make_batch(seed: int = 4, prompts: int = 3, group: int = 4, width: int = 6) -> dict:
     """Arrays of a minibatch in the float dtype of the moment, with ratios on both sides of a clip.
 
     Uneven lengths from 1 to `width`, a hole in row 1, and a last row that is wholly masked.

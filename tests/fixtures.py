@@ -135,8 +135,8 @@ def finite_task(size: int = 3) -> Task:
 
 
 def correct(completion: str, answer: str) -> float | None:
-    """1 or 0; "x" can't be scored, and "!" is a mistake of the scorer."""
-    if completion == "!":
+    """1 or 0; "x" can't be scored, and "*" is a mistake of the scorer."""
+    if completion == "*":
         raise ValueError("a bad day")
     return None if completion == "x" else float(completion == answer)
 

@@ -16,6 +16,12 @@ EVERY = one_axis_at_a_time()
 TOGETHER = together()
 
 
+@pytest.fixture(autouse=True)
+def x64():
+    with jax.enable_x64(True):
+        yield
+
+
 def run(algorithm, batch, weight=None):
     """Loss, sums, and d loss / d logp; the weight is that of the batch unless one is given."""
     batch = dict(batch)
@@ -137,46 +143,44 @@ def test_permuting_rows_permutes_gradients(algorithm):
 
 @pytest.mark.parametrize("algorithm", TOGETHER.values(), ids=TOGETHER)
 def test_losses_gradients_and_sums_add_up_over_any_micro_batches(algorithm):
-    with jax.enable_x64(True):
-        batch = make_batch()
-        weight = algorithm.aggregation(batch["mask"], batch["group"])
-        loss, sums, gradient = run(algorithm, batch, weight)
-        for size in (1, 2, 4, len(weight)):
-            parts = [
-                run(algorithm, *jax.tree.map(lambda x, at=at: x[at], (batch, weight)))
-                for at in (slice(i, i + size) for i in range(0, len(weight), size))
-            ]
-            np.testing.assert_allclose(sum(p[0] for p in parts), loss, rtol=1e-12)
-            for name, value in sums.items():
-                total = sum(p[1][name] for p in parts)
-                np.testing.assert_allclose(total, value, rtol=1e-12, atol=1e-14)
-            np.testing.assert_array_equal(np.concatenate([p[2] for p in parts]), gradient)
+    batch = make_batch()
+    weight = algorithm.aggregation(batch["mask"], batch["group"])
+    loss, sums, gradient = run(algorithm, batch, weight)
+    for size in (1, 2, 4, len(weight)):
+        parts = [
+            run(algorithm, *jax.tree.map(lambda x, at=at: x[at], (batch, weight)))
+            for at in (slice(i, i + size) for i in range(0, len(weight), size))
+        ]
+        np.testing.assert_allclose(sum(p[0] for p in parts), loss, rtol=1e-12)
+        for name, value in sums.items():
+            total = sum(p[1][name] for p in parts)
+            np.testing.assert_allclose(total, value, rtol=1e-12, atol=1e-14)
+        np.testing.assert_array_equal(np.concatenate([p[2] for p in parts]), gradient)
 
 
 def test_the_sums_are_what_their_names_say():
-    with jax.enable_x64(True):
-        batch = make_batch(prompts=8)
-        algorithm = make_algorithm(kl=Kl(kl.k3, 0.04, "loss"))
-        loss, sums, _ = run(algorithm, batch)
-        mask, advantage = np.asarray(batch["mask"]), np.asarray(batch["advantage"])[:, None]
-        rho = np.exp(np.asarray(batch["logp"] - batch["old_logp"]))
-        d = np.asarray(batch["logp"] - batch["ref_logp"])
-        weight = np.asarray(algorithm.aggregation(batch["mask"], batch["group"]))
-        k3 = np.exp(-d) + d - 1
-        expected = {
-            "tokens": mask.sum(),
-            "clip_low": (mask & (advantage < 0) & (rho < 0.8)).sum(),
-            "clip_high": (mask & (advantage > 0) & (rho > 1.2)).sum(),
-            "ratio": rho[mask].sum(),
-            "kl": k3[mask].sum(),
-            "penalty": 0.04 * (weight * k3).sum(),
-            "objective": 0.04 * (weight * k3).sum() - loss,
-        }
-        assert expected["clip_low"] > 0
-        assert expected["clip_high"] > 0
-        assert sums.keys() == expected.keys()
-        for name, value in expected.items():
-            np.testing.assert_allclose(sums[name], value, rtol=1e-12)
+    batch = make_batch()
+    algorithm = make_algorithm(kl=Kl(kl.k3, 0.04, "loss"))
+    loss, sums, _ = run(algorithm, batch)
+    mask, advantage = np.asarray(batch["mask"]), np.asarray(batch["advantage"])[:, None]
+    rho = np.exp(np.asarray(batch["logp"] - batch["old_logp"]))
+    d = np.asarray(batch["logp"] - batch["ref_logp"])
+    weight = np.asarray(algorithm.aggregation(batch["mask"], batch["group"]))
+    k3 = np.exp(-d) + d - 1
+    expected = {
+        "tokens": mask.sum(),
+        "clip_low": (mask & (advantage < 0) & (rho < 0.8)).sum(),
+        "clip_high": (mask & (advantage > 0) & (rho > 1.2)).sum(),
+        "ratio": rho[mask].sum(),
+        "kl": k3[mask].sum(),
+        "penalty": 0.04 * (weight * k3).sum(),
+        "objective": 0.04 * (weight * k3).sum() - loss,
+    }
+    assert expected["clip_low"] > 0
+    assert expected["clip_high"] > 0
+    assert sums.keys() == expected.keys()
+    for name, value in expected.items():
+        np.testing.assert_allclose(sums[name], value, rtol=1e-12)
 
 
 def test_only_logp_has_a_gradient():
@@ -221,17 +225,17 @@ def test_a_dead_group_still_feels_the_kl():
     assert (jnp.abs(pulled) > 0).sum() == batch["mask"].sum()
 
 
-def test_on_policy_the_clips_share_one_gradient_to_the_last_digit():
-    batch = make_batch()
-    batch["old_logp"] = batch["logp"]
-    expected = run(make_algorithm(clip=CLIP["symmetric"]), batch)[2]
-    assert jnp.abs(expected).max() > 0
-    for rule in CLIP.values():
-        np.testing.assert_array_equal(run(make_algorithm(clip=rule), batch)[2], expected)
-    off_policy = [
-        run(make_algorithm(clip=CLIP[name]), make_batch())[2] for name in ("symmetric", "higher")
-    ]
-    assert (off_policy[0] != off_policy[1]).any()
+@pytest.mark.parametrize("wide", [False, True])
+def test_on_policy_the_clips_share_one_gradient_to_the_last_digit(wide):
+    with jax.enable_x64(wide):
+        batch = make_batch()
+        off_policy = [run(make_algorithm(clip=CLIP[n]), batch)[2] for n in ("symmetric", "higher")]
+        assert (off_policy[0] != off_policy[1]).any()
+        batch["old_logp"] = batch["logp"]
+        expected = run(make_algorithm(clip=CLIP["symmetric"]), batch)[2]
+        assert jnp.abs(expected).max() > 0
+        for rule in CLIP.values():
+            np.testing.assert_array_equal(run(make_algorithm(clip=rule), batch)[2], expected)
 
 
 def test_on_policy_gspo_is_grpo_under_the_sequence_mean():
@@ -271,9 +275,9 @@ def test_constants_may_be_swept_in_one_jit():
         np.testing.assert_allclose(value, loss(low, high, length), rtol=1e-5)
 
 
-@pytest.mark.parametrize("x64", [False, True])
-def test_the_float_dtype_of_the_inputs_is_kept(x64):
-    with jax.enable_x64(x64):
+@pytest.mark.parametrize("wide", [False, True])
+def test_the_float_dtype_of_the_inputs_is_kept(wide):
+    with jax.enable_x64(wide):
         for algorithm in (make_algorithm(), make_algorithm(kl=Kl(kl.k3, 0.04, "loss"))):
             out = run(algorithm, make_batch())
             assert {x.dtype for x in jax.tree.leaves(out)} == {jnp.asarray(0.0).dtype}

@@ -26,7 +26,7 @@ def x64():
         yield
 
 
-def make_problem(seed=0, prompts=3, group=4, width=7):
+def make_problem(seed=0, prompts=3, group=4, width=6):
     """Rewards and log-probs of `prompts` prompts with `group` answers each, one prompt tied."""
     rng = np.random.default_rng(seed)
     shape = (prompts, group, width)

@@ -8,7 +8,7 @@ from itertools import product
 
 from grpo_jax.tasks.base import Prompt, Shuffled, Task
 
-_SHOTS = "2+3=5\n8+4=12\n1+6=7\n"
+_SHOTS = "2+3=5\n4+1=5\n7+2=9\n"
 
 
 def addition() -> Task:

@@ -119,3 +119,10 @@ def within_limit(task: Task, tokenizer: PromptTokenizer, limit: int) -> Task:
     if not heldout or train_size == 0:
         raise ValueError(f"every prompt of task {task.name!r} is longer than {limit} tokens")
     return replace(task, train=train, train_size=train_size, heldout=heldout, dropped=dropped)
+
+
+def longest_prompt(task: Task, tokenizer: PromptTokenizer) -> int | None:
+    """Tokens of the longest prompt, held-out ones included; None for an endless task."""
+    if not isinstance(task.train, Shuffled):
+        return None
+    return max(len(prompt_ids(p, tokenizer)) for p in (*task.train.prompts, *task.heldout))

@@ -6,7 +6,7 @@ from grpo_jax.tokenizer import char_tokenizer
 
 def test_prompt_format():
     prompt = next(p for p in addition().heldout if p.text.endswith("6+6="))
-    assert prompt.text == "2+3=5\n8+4=12\n1+6=7\n6+6="
+    assert prompt.text == "2+3=5\n4+1=5\n7+2=9\n6+6="
     assert prompt.answer == "12"
     assert prompt.level == "carry"
 
