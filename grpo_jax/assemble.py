@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from grpo_jax.rewards.combine import RewardPart
 from grpo_jax.rollout import Collector
 from grpo_jax.tasks.base import Task, longest_prompt, within_limit
 from grpo_jax.tokenizer import Tokenizer
-from grpo_jax.types import Algorithm, Params, TrainState
+from grpo_jax.types import Algorithm, Params, TrainingError, TrainState
 from grpo_jax.warmstart import WarmstartSettings, warm_params
 
 
@@ -94,10 +95,6 @@ class Run:
     config: dict[str, Any]  # resolved, for logs and checkpoints
 
 
-class TrainingError(RuntimeError):
-    """The run can't go on for a reason that the user can act on; the text says which."""
-
-
 @dataclass
 class Work:
     """The machinery of one run."""
@@ -113,13 +110,10 @@ class Work:
 
 def assemble(run: Run) -> Work:
     """Load the data and the model (or warm-start it), and build every jitted function."""
-    shape, params, words = _load_model(run.model)
-    model = llama.build(shape, dtype=run.model.dtype, remat=run.model.remat)
+    words = _load_tokenizer(run.model)
     task = within_limit(run.task(), words, run.rollout.max_prompt_length)
     slots = _prompt_slots(run, task, words)
-    if params is None:
-        params = _first_params(run, model, task, words, slots)
-    params = jax.tree.map(lambda a: jnp.asarray(a, jnp.float32), params)
+    model, params = _load_model(run, task, words, slots)
     policy = PolicySettings(
         temperature=run.rollout.temperature,
         micro_batch_rows=run.train.micro_batch_rows,
@@ -171,26 +165,31 @@ def _prompt_slots(run: Run, task: Task, words: Tokenizer) -> int:
     return limit if longest is None else min(limit, -(-longest // 8) * 8)
 
 
-def _load_model(settings: ModelSettings) -> tuple[LlamaConfig, Params | None, Tokenizer]:
+def _load_tokenizer(settings: ModelSettings) -> Tokenizer:
     if settings.path is None:
-        if settings.shape is None:
-            raise TrainingError("model: neither a path nor a shape")
-        return settings.shape, None, tokenizer.char_tokenizer()
+        return tokenizer.char_tokenizer()
     path = Path(settings.path).expanduser()
     if not path.exists():
         raise TrainingError(
             f"model.path={path}: no such file or folder (for SmolLM2, run "
             "`python scripts/fetch_smollm2.py` first)"
         )
-    if path.suffix == ".gguf":
-        return *gguf.load(path), tokenizer.load(path.parent)
-    return *hf.load(path), tokenizer.load(path)
+    return tokenizer.load(path.parent if path.suffix == ".gguf" else path)
 
 
-def _first_params(run: Run, model: llama.Model, task: Task, words: Tokenizer, slots: int) -> Params:
+def _load_model(run: Run, task: Task, words: Tokenizer, slots: int) -> tuple[llama.Model, Params]:
+    """The model and its first parameters, float32: read, warm-started or random."""
+    settings = run.model
+    build = partial(llama.build, dtype=settings.dtype, remat=settings.remat)
+    if settings.path is not None:
+        path = Path(settings.path).expanduser()
+        shape, params = gguf.load(path) if path.suffix == ".gguf" else hf.load(path)
+        return build(shape), jax.tree.map(jnp.asarray, params)
+    if settings.shape is None:
+        raise TrainingError("model: neither a path nor a shape")
+    model = build(settings.shape)
     if run.warmstart.steps == 0:
-        return jax.jit(model.init)(jax.random.fold_in(jax.random.key(run.seed), 1))
-    identity = {"task": run.config["task"], "model": run.config["model"]}
+        return model, jax.jit(model.init)(jax.random.fold_in(jax.random.key(run.seed), 1))
     params, cached = warm_params(
         run.warmstart,
         model,
@@ -198,9 +197,10 @@ def _first_params(run: Run, model: llama.Model, task: Task, words: Tokenizer, sl
         words,
         prompt_slots=slots,
         seed=run.seed,
-        identity=identity,
+        identity={"task": run.config["task"], "model": run.config["model"]},
         cache=run.cache,
+        progress=run.logger.progress,
     )
     if cached and run.logger.progress:
         print(f"warm start: seed {run.seed} taken from {run.cache}")
-    return params
+    return model, params

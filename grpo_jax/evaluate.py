@@ -15,7 +15,7 @@ from grpo_jax.metrics import known_only, length_metrics, tied
 from grpo_jax.rewards.combine import RewardPart
 from grpo_jax.tasks.base import Prompt, Task, prompt_ids
 from grpo_jax.tokenizer import Tokenizer
-from grpo_jax.types import Params, Sampler, SamplingParams
+from grpo_jax.types import Params, Sampler, SamplingParams, TrainingError
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ class Evaluator:
     def _exact_probability(self, params: Params) -> float:
         """Mean probability of the right completion, by teacher forcing: no sampling noise."""
         if self.task.exact_text is None:
-            raise ValueError(f"eval.exact: task {self.task.name!r} has no one right completion")
+            raise TrainingError(f"eval.exact: task {self.task.name!r} has no one right completion")
         T = self.rollout.max_completion_length
         rows = self.rollout.prompts * self.rollout.group_size
         total, prompts = 0.0, list(self.task.heldout)

@@ -72,6 +72,8 @@ def make_update(
         new, old = (trainable, opt_state), (state.trainable, state.opt_state)
         trainable, opt_state = jax.tree.map(partial(jnp.where, finite & ~empty), new, old)
         metrics = _metrics(value, norm, sums) | {"nonfinite": ~finite, "empty": empty}
+        if algorithm.kl.active and algorithm.kl.where == "loss":
+            metrics["kl"] = sums["kl"] / jnp.maximum(sums["tokens"], 1)
         return TrainState(trainable, opt_state, state.step + 1, state.key), metrics
 
     return update
@@ -86,7 +88,6 @@ def _metrics(value, norm, sums: dict[str, Array]) -> dict[str, Array]:
         "clip_ratio/low_mean": sums["clip_low"] / tokens,
         "clip_ratio/high_mean": sums["clip_high"] / tokens,
         "ratio_mean": sums["ratio"] / tokens,
-        "kl": sums["kl"] / tokens,
     }
 
 

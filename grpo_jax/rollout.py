@@ -18,7 +18,7 @@ from grpo_jax.metrics import gap_metrics, length_metrics, reward_metrics, weight
 from grpo_jax.rewards.combine import RewardPart
 from grpo_jax.tasks.base import Task
 from grpo_jax.tokenizer import Tokenizer
-from grpo_jax.types import Algorithm, Batch, Params, Sampler
+from grpo_jax.types import Algorithm, Batch, Params, Sampler, TrainingError
 
 
 @dataclass(frozen=True)
@@ -59,15 +59,15 @@ class Collector:
             rounds.append((answers, self._keep(answers)))
         kept = int(sum(k.sum() for _, k in rounds))
         if kept < N and rule.on_exhausted == "error":
-            raise RuntimeError(
+            raise TrainingError(
                 f"dynamic sampling found {kept} of {N} groups in {len(rounds)} rounds at step "
                 f"{step}; raise filter.max_rounds or set filter.on_exhausted=partial"
             )
         answers, keep = _choose(rounds, N)
         if kept < N and rule.on_exhausted == "skip":
             keep = np.zeros_like(keep)
-        batch, entropy = self._batch(params, answers, keep)
-        metrics = self._sampling_metrics([a for a, _ in rounds], kept)
+        batch, entropy, extra = self._batch(params, answers, keep)
+        metrics = self._sampling_metrics([a for a, _ in rounds], kept) | extra
         metrics |= self._batch_metrics(batch, entropy, answers)
         return Collection(batch, answers, position, metrics)
 
@@ -93,11 +93,11 @@ class Collector:
         return np.asarray(self.algorithm.filter.rule(jnp.asarray(answers.grouped(values))))
 
     def _batch(self, params: Params, answers: Answers, keep: Bool[np.ndarray, "N"]):
-        """The device batch: shaping -> KL in reward -> baseline -> scale. -> (Batch, entropy)."""
+        """Shaping -> KL in reward -> baseline -> scale: (Batch, entropy, metrics of that KL)."""
         G, kl = answers.group_size, self.algorithm.kl
         rollout = jax.tree.map(jnp.asarray, answers.rollout)
         old_logp, entropy = self.logprobs(params, rollout)
-        ref_logp = None
+        ref_logp, extra = None, {}
         if kl.active:
             ref_logp, _ = self.logprobs(self.ref_params, rollout)
         # groups that only fill the batch up leave every statistic, like unscorable rows
@@ -111,6 +111,7 @@ class Collector:
         if ref_logp is not None and kl.where == "reward":
             per_token = jnp.where(rollout.mask, kl(old_logp, ref_logp), 0.0)
             shaped = shaped - kl.coef * per_token.sum(-1).reshape(shaped.shape)
+            extra["kl"] = float(per_token.sum() / rollout.mask.sum())
         value = advantage(self.algorithm.baseline, self.algorithm.scale, shaped, lengths)
         batch = Batch(
             rollout=rollout,
@@ -120,7 +121,7 @@ class Collector:
             keep=jnp.asarray(~np.isnan(reward).reshape(-1)),
             group=jnp.repeat(jnp.arange(len(answers)), G),
         )
-        return batch, entropy
+        return batch, entropy, extra
 
     def _sampling_metrics(self, rounds: list[Answers], kept: int) -> dict[str, float]:
         """Of all that was sampled, dropped groups included: curves of filtered runs compare."""

@@ -13,10 +13,10 @@ import numpy as np
 from tqdm import tqdm
 
 from grpo_jax import checkpoint
-from grpo_jax.assemble import Run, TrainingError, Work, assemble
+from grpo_jax.assemble import Run, Work, assemble
 from grpo_jax.learner import minibatches
 from grpo_jax.logging import RunLogger, write_done
-from grpo_jax.types import Batch, TrainState
+from grpo_jax.types import Batch, TrainingError, TrainState
 
 # streams of the run's root key (the warm start has its own)
 ROLLOUT = 1
@@ -96,8 +96,8 @@ def _records(run: Run, state: TrainState) -> Generator[_Records]:
         if newest is not None and run.checkpoint.resume == "never":
             manager.close()
             raise TrainingError(
-                f"{run.folder} holds checkpoints of an earlier run, up to step {newest}: go on from "
-                "them (checkpoint.resume=auto) or write elsewhere (hydra.run.dir=FOLDER)"
+                f"{run.folder} holds checkpoints of an earlier run, up to step {newest}: go on "
+                "from them (checkpoint.resume=auto) or write elsewhere (hydra.run.dir=FOLDER)"
             )
         if newest is not None:
             state, loop, _ = checkpoint.restore(manager, newest, state)

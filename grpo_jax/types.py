@@ -17,6 +17,10 @@ Leaf = Any  # jax or numpy: a rollout is scored in host memory, and trained on i
 Params = dict[str, Any]  # a nested dict of arrays; everything outside models/ sees nothing else
 
 
+class TrainingError(RuntimeError):
+    """The run can't go on for a reason that the user can act on; the text says which."""
+
+
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Rollout:
@@ -68,8 +72,8 @@ class Kl:
 
     @property
     def active(self) -> bool:
-        """Whether a reference policy is needed at all."""
-        return self.coef != 0.0
+        """Whether a reference policy is needed at all. A traced coefficient may be anything."""
+        return not (isinstance(self.coef, int | float) and self.coef == 0)
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from grpo_jax.optim import OptimSettings, make_optimizer, make_schedule
 from grpo_jax.policy import PolicySettings, sequence_logprobs
 from grpo_jax.tasks.base import Task, prompt_ids
 from grpo_jax.tokenizer import Tokenizer
-from grpo_jax.types import Params, Rollout
+from grpo_jax.types import Params, Rollout, TrainingError
 
 
 @dataclass(frozen=True)
@@ -56,6 +56,7 @@ def warm_params(
     seed: int,
     identity: dict,
     cache: Path,
+    progress: bool,
 ) -> tuple[Params, bool]:
     """(parameters, whether they came from the cache). Training takes tens of seconds.
 
@@ -66,7 +67,7 @@ def warm_params(
     path = cache / "warmstart" / f"{key}.safetensors"
     if path.exists():
         return _unflatten(load_file(path)), True
-    params = _train(settings, model, task, tokenizer, prompt_slots, seed)
+    params = _train(settings, model, task, tokenizer, prompt_slots, seed, progress)
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_suffix(f".{os.getpid()}.tmp")
     save_file(_flatten(params), part)
@@ -74,9 +75,17 @@ def warm_params(
     return params, False
 
 
-def _train(settings, model: Model, task: Task, tokenizer: Tokenizer, prompt_slots: int, seed: int):
+def _train(
+    settings: WarmstartSettings,
+    model: Model,
+    task: Task,
+    tokenizer: Tokenizer,
+    prompt_slots: int,
+    seed: int,
+    progress: bool,
+) -> Params:
     if task.demonstrate is None:
-        raise ValueError(f"task {task.name!r} has no demonstrations: use warmstart=none")
+        raise TrainingError(f"task {task.name!r} has no demonstrations: use warmstart=none")
     schedule = _schedule(settings)
     optimizer = make_optimizer(
         OptimSettings(
@@ -109,7 +118,13 @@ def _train(settings, model: Model, task: Task, tokenizer: Tokenizer, prompt_slot
     params = jax.jit(model.init)(jax.random.fold_in(jax.random.key(seed), 1))
     opt_state = optimizer.init(params)
     rng = np.random.Generator(np.random.Philox(key=[seed, 2]))
-    bar = tqdm(range(settings.steps), desc="warm start", unit="step", dynamic_ncols=True)
+    bar = tqdm(
+        range(settings.steps),
+        desc="warm start",
+        unit="step",
+        dynamic_ncols=True,
+        disable=not progress,
+    )
     for step in bar:
         clean = step < settings.clean_share * settings.steps
         rollout = _demonstrations(settings, task, tokenizer, prompt_slots, rng, clean)

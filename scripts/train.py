@@ -15,11 +15,11 @@ from hydra.errors import CompactHydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from grpo_jax.assemble import TrainingError
 from grpo_jax.check import ConfigError, announce
 from grpo_jax.config import make_run
 from grpo_jax.logging import write_failed
 from grpo_jax.trainer import train
+from grpo_jax.types import TrainingError
 
 
 def prepare_process(cache: Path) -> None:

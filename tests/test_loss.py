@@ -117,6 +117,18 @@ def test_rubbish_behind_the_mask_reaches_nothing(algorithm):
     np.testing.assert_allclose(gradient, expected[2], rtol=1e-6)
 
 
+def test_a_users_rule_that_forgets_the_mask_sees_no_rubbish_either():
+    def careless(logp, old_logp, mask):
+        return jnp.broadcast_to((logp - old_logp).sum(1, keepdims=True), logp.shape)
+
+    clean = make_batch()
+    batch = dict(clean, old_logp=jnp.where(clean["mask"], clean["old_logp"], jnp.nan))
+    expected = run(make_algorithm(ratio=ratio.sequence_sum), clean)
+    got = run(make_algorithm(ratio=careless), batch)
+    np.testing.assert_allclose(got[0], expected[0], rtol=1e-12)
+    np.testing.assert_allclose(got[2], expected[2], rtol=1e-12)
+
+
 @pytest.mark.parametrize("algorithm", TOGETHER.values(), ids=TOGETHER)
 def test_padding_changes_nothing(algorithm):
     batch = make_batch()

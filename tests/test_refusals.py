@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from grpo_jax.assemble import TrainingError
 from grpo_jax.check import ConfigError
 from grpo_jax.config import check_target, compose, load_algorithm, make_run, typed
+from grpo_jax.types import TrainingError
 from tests.composed import described, run_of
 
 REFUSED = {

@@ -42,5 +42,5 @@ def overlong(
     """
     buffer = jnp.asarray(buffer_share * limit, reward.dtype)
     over = length.astype(reward.dtype) - (limit - buffer)
-    slope = jnp.clip(over / jnp.maximum(buffer, jnp.finfo(reward.dtype).tiny), 0, 1)
-    return reward - penalty * jnp.where(length > limit, 1, slope)
+    share = over / jnp.maximum(buffer, jnp.finfo(reward.dtype).tiny)
+    return reward - penalty * jnp.clip(share, 0, 1)

@@ -100,6 +100,8 @@ def test_dual_caps_the_ratio_of_a_bad_answer_only():
     assert at(DUAL, 2.5, -1)[0] == pytest.approx(-2.5, rel=1e-5)
     assert at(DUAL, 10, 1)[0] == pytest.approx(1.2)
     assert at(DUAL, 0.5, -1) == at(SYMMETRIC, 0.5, -1)
+    below_the_region = partial(clip.dual, low=0.2, high=1.0, cap=1.5)
+    assert at(below_the_region, 1.8, 1)[0] == pytest.approx(1.8, rel=1e-5)
 
 
 @pytest.mark.parametrize("advantage", [1.0, -1.0])
