@@ -13,6 +13,7 @@ import sys
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -63,7 +64,7 @@ def warm_params(
     `identity` says what else the result depends on (the config of task and model); with the
     settings, the seed and the source of the task it names the cache file.
     """
-    key = _cache_key(settings, model, task, identity, seed)
+    key = _cache_key(settings, model, task, identity | {"prompt_slots": prompt_slots}, seed)
     path = cache / "warmstart" / f"{key}.safetensors"
     if path.exists():
         return _unflatten(load_file(path)), True
@@ -159,7 +160,10 @@ def _demonstrations(settings, task, tokenizer, prompt_slots, rng, clean: bool) -
 
 def _cache_key(settings, model: Model, task: Task, identity: dict, seed: int) -> str:
     # the source of what is trained on and of what is trained: no stale cache after an edit
-    modules = {sys.modules[__name__], inspect.getmodule(task.demonstrate), inspect.getmodule(Model)}
+    demonstrate: Any = task.demonstrate
+    while isinstance(demonstrate, partial):  # whose own module is functools
+        demonstrate = demonstrate.func
+    modules = {sys.modules[__name__], inspect.getmodule(demonstrate), inspect.getmodule(Model)}
     source = sorted(inspect.getsource(module) for module in modules if module is not None)
     what = [asdict(settings), asdict(model.config), identity, seed, source]
     text = json.dumps(what, sort_keys=True, default=str)

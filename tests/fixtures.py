@@ -49,6 +49,7 @@ def bigram(dtype: str = "float32") -> llama.Model:
         init=lambda key: table(jax.random.normal(key, (VOCAB, VOCAB))),
         hidden=lambda params, tokens, mask: embed(params, tokens),
         prefill=lambda params, tokens, mask: (embed(params, tokens[:, -1]), ()),
+        unstack=lambda params: params,
         decode=lambda params, token, position, prompt_cache, prompt_mask, cache, t: (
             embed(params, token),
             cache,

@@ -72,6 +72,9 @@ def test_the_end_is_where_a_stop_string_is_first_complete():
     rollout = rollout_of([1, 7, 4, 5, 6, 7, 2, 0])
     end, texts = cut(rollout, stops=("Question:", "\n"))
     assert texts == ["an"] and end.mask[0].tolist() == [True] * 2 + [False] * 6
+    # both are complete with the same token: the text ends before the longer one
+    _, texts = cut(rollout_of([1, 7, 4, 5, 6, 0]), stops=("ion:", "Question:"))
+    assert texts == ["an\n"]
     # "\n" is complete before the longer one, which begins earlier
     end, texts = cut(rollout, stops=("an\nQuestion:", "\n"))
     assert texts == ["an"] and end.mask[0].tolist() == [True] * 2 + [False] * 6

@@ -38,6 +38,7 @@ class Model:
     prefill(params, tokens i32[P,S], mask bool[P,S]) -> (hidden [P,D] of the last slot, cache)
     decode(params, token i32[B], position i32[B], prompt cache, prompt_mask bool[P,S], cache, t)
         -> (hidden [B,D], cache): token t of each completion; B/P rows share a prompt's cache.
+        Its parameters are `unstack(params)`, called once, outside the loop.
     empty_cache(rows, slots) -> cache for `slots` completion tokens
     head(params) -> [V,D]: logits are `hidden @ head.T`
     """
@@ -46,6 +47,7 @@ class Model:
     init: Callable[[Key[Array, ""]], Params]
     hidden: Callable[..., Float[Array, "B T D"]]
     prefill: Callable
+    unstack: Callable[[Params], Params]
     decode: Callable
     empty_cache: Callable
     head: Callable[[Params], Float[Array, "V D"]]
@@ -59,6 +61,7 @@ def build(config: LlamaConfig, *, dtype: str = "float32", remat: bool = False) -
         init=partial(init, config),
         hidden=partial(_hidden, config, compute, remat),
         prefill=partial(_prefill, config, compute),
+        unstack=partial(_unstack, config),
         decode=partial(_decode, config, compute),
         empty_cache=partial(_empty_cache, config, compute),
         head=partial(_head, config),
@@ -216,7 +219,8 @@ def _attend_full(bias, q, k, v):
 def _attend_shared(prompt_kv, prompt_bias, kv, bias, q):
     """One query a row over its prompt's keys (shared by the group) and its own: [B,K,R,h].
 
-    prompt_kv: two [P,K,S,h]; prompt_bias [P,1,1,S]; kv: two [B,K,T,h]; bias [T]; q [B,K,R,h].
+    prompt_kv: two [P,K,S,h]; prompt_bias [P,1,1,S]; kv: [B,K,h,T] and [B,K,T,h]; bias [T];
+    q [B,K,R,h]. Own keys lie channel-first: a query that meets T of them is twice as fast on a CPU.
     """
     (pk, pv), (k, v) = prompt_kv, kv
     P, K, S, h = pk.shape
@@ -225,7 +229,7 @@ def _attend_shared(prompt_kv, prompt_bias, kv, bias, q):
     grouped = q.reshape(P, G, K, R, h).transpose(0, 2, 1, 3, 4).reshape(P, K, G * R, h)
     first = jnp.einsum("pkmh,pksh->pkms", grouped, pk, preferred_element_type=jnp.float32)
     first = (first + prompt_bias).reshape(P, K, G, R, S).transpose(0, 2, 1, 3, 4)
-    second = jnp.einsum("bkrh,bksh->bkrs", q, k, preferred_element_type=jnp.float32) + bias
+    second = jnp.einsum("bkrh,bkhs->bkrs", q, k, preferred_element_type=jnp.float32) + bias
     score = jnp.concatenate([first.reshape(B, K, R, S), second], -1)
     weight = jax.nn.softmax(score, -1).astype(q.dtype)
     wp = weight[..., :S].reshape(P, G, K, R, S).transpose(0, 2, 1, 3, 4).reshape(P, K, G * R, S)
@@ -272,59 +276,67 @@ def _hidden(config, dtype, remat, params, tokens, mask):
 def _prefill(config, dtype, params, tokens, mask):
     x, (k, v) = _run(config, dtype, False, params, tokens, mask, keep_kv=True)
     cache = (k.transpose(0, 1, 3, 2, 4), v.transpose(0, 1, 3, 2, 4))  # [L, P, K, S, h]
-    return _final_norm(config, params, x[:, -1]), cache
+    return _final_norm(config, params, x[:, -1]), _by_layer(config, cache)
+
+
+def _by_layer(config, stacked):
+    """A tuple of layers where decode unrolls them: sliced here, not at every token."""
+    if config.num_layers > UNROLL_LAYERS:
+        return stacked
+    return tuple(jax.tree.map(lambda a, i=i: a[i], stacked) for i in range(config.num_layers))
+
+
+def _unstack(config, params: Params) -> Params:
+    return params | {"layers": _by_layer(config, params["layers"])}
 
 
 def _empty_cache(config, dtype, rows: int, slots: int):
     """Keys and values of the completions: one pair a layer when unrolled, else one stacked pair."""
-    L = config.num_layers
-    shape = (rows, config.num_kv_heads, slots, config.head_dim)
+    L, head = config.num_layers, (rows, config.num_kv_heads)
+    keys, values = (*head, config.head_dim, slots), (*head, slots, config.head_dim)
     if L <= UNROLL_LAYERS:
-        return tuple((jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)) for _ in range(L))
-    return jnp.zeros((L, *shape), dtype), jnp.zeros((L, *shape), dtype)
+        return tuple((jnp.zeros(keys, dtype), jnp.zeros(values, dtype)) for _ in range(L))
+    return jnp.zeros((L, *keys), dtype), jnp.zeros((L, *values), dtype)
 
 
 def _decode(config, dtype, params, token, position, prompt_cache, prompt_mask, cache, t):
     cos, sin = _angles(config, position)
     prompt_bias = jnp.where(prompt_mask, 0.0, MASKED)[:, None, None]
-    slots = jax.tree.leaves(cache)[0].shape[-2]
+    slots = jax.tree.leaves(cache)[0].shape[-1]
     bias = jnp.where(jnp.arange(slots) <= t, 0.0, MASKED)
+    places = [(0, 0, 0, t), (0, 0, t, 0)]  # of a new key and a new value in the cache
     x = params["embed"]["embedding"].astype(dtype)[token]
 
     def layer(x, weights, prompt_kv, write):
         def attend(q, k, v):
-            kv, kept = write(k[:, :, None], v[:, :, None])
+            kv, kept = write((k[..., None], v[:, :, None]))
             return _attend_shared(prompt_kv, prompt_bias, kv, bias, q), kept
 
         return _block(config, weights)(x, cos, sin, attend)
 
-    def at(tree, index):
-        return jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, index, 0, keepdims=False), tree)
-
     if config.num_layers <= UNROLL_LAYERS:
         new = []
-        for index, pair in enumerate(cache):
+        for weights, prompt_kv, pair in zip(params["layers"], prompt_cache, cache, strict=True):
 
-            def write(k, v, pair=pair):
-                kv = tuple(
-                    lax.dynamic_update_slice(a, b, (0, 0, t, 0))
-                    for a, b in zip(pair, (k, v), strict=True)
-                )
+            def write(new, pair=pair):
+                kv = tuple(map(lax.dynamic_update_slice, pair, new, places))
                 return kv, kv
 
-            x, kv = layer(x, at(params["layers"], index), at(prompt_cache, index), write)
+            x, kv = layer(x, weights, prompt_kv, write)
             new.append(kv)
         return _final_norm(config, params, x), tuple(new)
+
+    def at(tree, index):
+        return jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, index, 0, keepdims=False), tree)
 
     def body(index, carry):
         # the stacked cache is carried and written in place: as a scan's xs/ys it would be copied
         x, cache = carry
 
-        def write(k, v):
-            kept = tuple(
-                lax.dynamic_update_slice(a, b[None], (index, 0, 0, t, 0))
-                for a, b in zip(cache, (k, v), strict=True)
-            )
+        def write(new):
+            new = jax.tree.map(lambda a: a[None], new)
+            at_layer = [(index, *place) for place in places]
+            kept = tuple(map(lax.dynamic_update_slice, cache, new, at_layer))
             return at(kept, index), kept
 
         return layer(x, at(params["layers"], index), at(prompt_cache, index), write)

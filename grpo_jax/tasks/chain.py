@@ -31,7 +31,7 @@ def chain(
     k_max: int = 8,
     guess: float = 0.5,
     slip: float = 0.1,
-    dots: float = 0.5,
+    dots: float = 0.7,
     guess_stop: float = 0.2,
     heldout: int = 128,
 ) -> Task:

@@ -65,11 +65,11 @@ def decode_all(model, params, prompt, prompt_mask, completion):
     states = [jnp.repeat(hidden, group, 0)]
     position = jnp.repeat(prompt_mask.sum(-1), group)
     cache = model.empty_cache(len(completion), completion.shape[1])
-    step = jax.jit(model.decode)
+    step, layers = jax.jit(model.decode), model.unstack(params)
     for t in range(completion.shape[1]):
         token = completion[:, t]
         hidden, cache = step(
-            params, token, position + t, prompt_cache, prompt_mask, cache, jnp.int32(t)
+            layers, token, position + t, prompt_cache, prompt_mask, cache, jnp.int32(t)
         )
         states.append(hidden)
     return jnp.stack(states, 1)
