@@ -14,6 +14,7 @@ from tqdm import tqdm
 
 from grpo_jax import checkpoint
 from grpo_jax.assemble import Run, Work, assemble
+from grpo_jax.folder import claim
 from grpo_jax.learner import minibatches
 from grpo_jax.logging import RunLogger, write_done
 from grpo_jax.types import Batch, TrainingError, TrainState
@@ -29,6 +30,7 @@ def train(run: Run) -> dict[str, float]:
     (`checkpoint.resume=auto`). Raises TrainingError where the user can do something about it.
     """
     # LOAD: task, tokenizer, model, first parameters (a warm start is cached)
+    claim(run.folder, run.config)
     finished = _finished(run)
     if finished is not None:
         return finished

@@ -26,6 +26,7 @@ LAYERS = (
         "logging",
         "warmstart",
         "report",
+        "folder",
         "tabular_loop",
     },
     {"assemble"},
