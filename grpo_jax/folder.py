@@ -1,4 +1,4 @@
-"""A run folder belongs to one configuration: whoever comes back with another is told what differs."""
+"""A run folder belongs to one configuration: who comes with another is told what differs."""
 
 import json
 import os

@@ -21,6 +21,9 @@ from grpo_jax.types import Batch, TrainingError, TrainState
 
 # streams of the run's root key (the warm start has its own)
 ROLLOUT = 1
+# what the screen shows of the first and the last evaluation
+TOLD = ("eval/accuracy", "eval/greedy_accuracy", "exact/probability", "probe/forced_length")
+TOLD_SAMPLES = 4
 
 
 def train(run: Run) -> dict[str, float]:
@@ -33,6 +36,7 @@ def train(run: Run) -> dict[str, float]:
     claim(run.folder, run.config)
     finished = _finished(run)
     if finished is not None:
+        tqdm.write(f"complete already, nothing to do: {run.folder}")
         return finished
     work = assemble(run)
     final: dict[str, float] | None = None
@@ -40,8 +44,8 @@ def train(run: Run) -> dict[str, float]:
         state, step, position = out.state, out.step, out.position
         # BASE: refuse to train a policy that knows nothing. All programs but the update compile
         if step == 0:
-            final = _evaluate(work, state, 0, out)
-            out.logger.log(0, final)
+            final = _evaluate(work, state, 0, out, tell="before training")
+            out.logger.log(0, final | _data_metrics(work))
             _refuse_chance(run, work, final)
         while step < run.train.steps:
             step += 1
@@ -53,12 +57,13 @@ def train(run: Run) -> dict[str, float]:
             position, rolled = data.position, time.perf_counter()
             # UPDATE: epochs x minibatches on that rollout
             state, metrics = _update(run, work, state, data.batch, step, out)
-            metrics |= data.metrics | {"position": float(position)}
+            out.tokens += data.metrics["num_tokens_step"]
+            metrics |= data.metrics | {"position": float(position), "num_tokens": out.tokens}
             metrics |= _times(began, rolled, metrics["num_tokens_step"])
             # EVALUATE on held-out problems, with noise of its own
             last = step == run.train.steps
             if last or (run.eval.every and step % run.eval.every == 0):
-                final = _evaluate(work, state, step, out)
+                final = _evaluate(work, state, step, out, tell="after" if last else None)
                 metrics |= final
             # LOG: one row a step
             out.logger.log(step, metrics)
@@ -67,7 +72,7 @@ def train(run: Run) -> dict[str, float]:
             _show(out.bar, metrics)
             # SAVE
             if out.manager is not None and (last or step % run.checkpoint.every == 0):
-                loop = {"position": position, "bad": out.bad}
+                loop = {"position": position, "bad": out.bad, "tokens": out.tokens}
                 checkpoint.save(out.manager, step, state, loop, {"config": run.config})
         if final is None:  # resumed after the last step
             final = _evaluate(work, state, step, out)
@@ -85,13 +90,14 @@ class _Records:
     state: TrainState
     step: int
     position: int
-    bad: int
+    bad: int  # updates in a row that were not finite
+    tokens: float  # generated for training so far: what dynamic sampling costs
 
 
 @contextmanager
 def _records(run: Run, state: TrainState) -> Generator[_Records]:
     """Open them, resumed if there is something to resume; close them whatever happens."""
-    manager, step, position, bad = None, 0, 0, 0
+    manager, step, position, bad, tokens = None, 0, 0, 0, 0.0
     if run.checkpoint.every:
         manager = checkpoint.open(run.folder / "checkpoints", run.checkpoint.keep)
         newest = checkpoint.latest(manager)
@@ -104,6 +110,7 @@ def _records(run: Run, state: TrainState) -> Generator[_Records]:
         if newest is not None:
             state, loop, _ = checkpoint.restore(manager, newest, state)
             step, position, bad = newest, int(loop["position"]), int(loop["bad"])
+            tokens = float(loop["tokens"])
     logger = RunLogger(
         run.folder,
         wandb_mode=run.logger.wandb,
@@ -123,7 +130,7 @@ def _records(run: Run, state: TrainState) -> Generator[_Records]:
     )
     exit_code = 1
     try:
-        yield _Records(logger, manager, bar, state, step, position, bad)
+        yield _Records(logger, manager, bar, state, step, position, bad, tokens)
         exit_code = 0
     finally:
         bar.close()
@@ -141,10 +148,36 @@ def _finished(run: Run) -> dict[str, float] | None:
     return done["final"] if done["step"] >= run.train.steps else None
 
 
-def _evaluate(work: Work, state: TrainState, step: int, out: _Records) -> dict[str, float]:
+def _evaluate(
+    work: Work, state: TrainState, step: int, out: _Records, tell: str | None = None
+) -> dict[str, float]:
+    """Metrics, with samples to the log; and to the screen, under the heading `tell`."""
     metrics, rows = work.evaluator(state.trainable, step)
     out.logger.completions(step, rows)
+    if tell is not None:
+        numbers = [f"{name} {metrics[name]:.3f}" for name in TOLD if name in metrics]
+        tqdm.write(f"{tell}: {', '.join(numbers)}")
+        for row in rows[:TOLD_SAMPLES]:
+            # repr: what a model writes may hold control characters
+            prompt, text = repr(row["prompt"][-40:]), repr(row["completion"][:80])
+            tqdm.write(f"  {prompt} -> {text}  (answer {row['answer']}, reward {row['reward']:g})")
     return metrics
+
+
+def _data_metrics(work: Work) -> dict[str, float]:
+    """How much data there is, and what was left out when it was loaded."""
+    counts = {f"data/dropped/{reason}": float(n) for reason, n in work.task.dropped.items()}
+    if any(counts.values()):
+        left_out = ", ".join(f"{n} {reason}" for reason, n in work.task.dropped.items() if n)
+        tqdm.write(f"task {work.task.name}: left out at load: {left_out}")
+    if work.task.train_size is not None:
+        counts["data/train_prompts"] = float(work.task.train_size)
+        if work.task.train_size < work.collector.settings.prompts:
+            tqdm.write(
+                f"note: {work.task.train_size} training prompts are fewer than a step takes "
+                f"({work.collector.settings.prompts}): some come twice in one batch"
+            )
+    return counts
 
 
 def _refuse_chance(run: Run, work: Work, base: dict[str, float]) -> None:

@@ -25,6 +25,7 @@ METRICS = (
     "completions/mean_length",
     "bias/length_right",
     "bias/length_wrong",
+    "num_tokens",
     "clip_ratio/low_mean",
     "clip_ratio/high_mean",
     "probe/forced_length",

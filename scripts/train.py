@@ -39,7 +39,7 @@ def main(config: DictConfig) -> None:
         prepare_process(run.cache)
         for line in announce(run):
             print(f"note: {line}")
-        final = train(run)
+        train(run)
     except BaseException as error:
         write_failed(folder, error)
         if not isinstance(error, ConfigError | TrainingError):
@@ -49,8 +49,7 @@ def main(config: DictConfig) -> None:
             sys.exit(2)
         # the sweep goes on with its other jobs, and ends with the first failed one's text
         raise CompactHydraException(f"error: {error}\n(in {folder})") from error
-    shown = ("eval/accuracy", "eval/greedy_accuracy", "exact/probability", "probe/forced_length")
-    print("  ".join(f"{name}={final[name]:.3f}" for name in shown if name in final), f" {folder}")
+    print(folder)
 
 
 if __name__ == "__main__":

@@ -31,6 +31,7 @@ SMALL = (
     "rollout.group_size=2",
     "rollout.max_completion_length=12",
     "train.steps=4",
+    "train.epochs=2",
     "train.minibatches=2",
     "train.micro_batch_rows=4",
     "optim.lr=3e-3",
@@ -96,6 +97,10 @@ def rows(folder: Path, *without: str) -> list[dict]:
     ]
 
 
+def contents(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
     """(folder, saved states) of an undisturbed run; don't write there."""
@@ -117,10 +122,10 @@ def test_what_a_run_leaves_behind(whole):
         assert row["updates/nonfinite"] == row["updates/empty"] == 0
         assert row["sampling/sampling_logp_difference/max"] < 1e-5
         assert 0 < row["reward"] < 1 and "eval/accuracy" in row and "eval/greedy_accuracy" in row
-    # two updates a rollout: warm-up over the first two, then down to 0 after the eighth
+    # four updates a rollout; after a warm-up over two, in a line to 0, which the 17th would have
     rates = [row["learning_rate"] for row in table[1:]]
-    np.testing.assert_allclose(rates, [3e-3, 3e-3 * 5 / 6, 3e-3 * 3 / 6, 3e-3 / 6], rtol=1e-5)
-    assert sorted(saved) == [2, 4] and int(saved[4].step) == 8
+    np.testing.assert_allclose(rates, 3e-3 * np.array([13, 9, 5, 1]) / 14, rtol=1e-5)
+    assert sorted(saved) == [2, 4] and int(saved[4].step) == 16
     done = json.loads((folder / "DONE.json").read_text())
     assert done["step"] == 4
     assert done["final"] == {n: v for n, v in table[-1].items() if n in done["final"]}
@@ -203,11 +208,11 @@ def test_a_killed_run_goes_on_bit_for_bit(whole, tmp_path):
 
 def test_a_complete_run_is_left_alone(whole, monkeypatch):
     folder, _ = whole
-    before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+    before = contents(folder)
     monkeypatch.setattr(trainer, "assemble", None)  # nothing is even loaded
     final = trainer.train(make(folder))
     assert final == json.loads((folder / "DONE.json").read_text())["final"]
-    assert before == {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+    assert before == contents(folder)
 
 
 def test_a_complete_run_can_be_made_longer(whole, tmp_path):
@@ -226,7 +231,7 @@ def test_a_used_folder_is_not_overwritten(whole, tmp_path):
     with pytest.raises(TrainingError, match="holds checkpoints of an earlier run, up to step 4"):
         launch(folder, "checkpoint.resume=never")
     assert rows(folder) == rows(whole[0])
-    assert (folder / "DONE.json").exists()
+    assert (folder / "DONE.json").exists() and (folder / "checkpoints" / "4").is_dir()
 
 
 # ------------------------------------------------------------------------------------- refusals
@@ -238,23 +243,24 @@ def test_a_base_policy_at_chance_is_refused(tmp_path):
         launch(tmp_path / "run", strict)
     assert [row["step"] for row in rows(tmp_path / "run")] == [0]  # what was measured stays
     assert not (tmp_path / "run" / "DONE.json").exists()
-    launch(tmp_path / "run", strict, "eval.allow_chance=true", "train.steps=1")
-    assert rows(tmp_path / "run")[1]["frac_reward_zero_std"] == 1
+    launch(tmp_path / "forced", strict, "eval.allow_chance=true", "train.steps=1")
+    assert rows(tmp_path / "forced")[1]["frac_reward_zero_std"] == 1
 
 
 def test_a_run_whose_numbers_break_stops_with_a_message(tmp_path):
     with pytest.raises(
-        TrainingError, match="3 updates in a row had a loss or gradient that is not"
+        TrainingError, match="5 updates in a row had a loss or gradient that is not"
     ):
         launch(
             tmp_path / "run",
             "optim.lr=1e38",
             "optim.schedule=constant",
-            "train.max_nonfinite=3",
+            "train.max_nonfinite=5",
             "checkpoint.every=1",
         )
     table = rows(tmp_path / "run")
-    assert table[-1]["updates/nonfinite"] == 1 and len(table) == 2
+    # the first update is fine, its parameters are not; the fifth bad one comes in step 2
+    assert table[-1]["updates/nonfinite"] == 3 and len(table) == 2
     assert not (tmp_path / "run" / "DONE.json").exists()
 
 
