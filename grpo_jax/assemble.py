@@ -44,7 +44,7 @@ class TrainSettings:
     steps: int  # rollouts
     epochs: int  # passes over each rollout
     minibatches: int  # optimizer steps in one pass
-    micro_batch_rows: int  # rows in one forward and backward pass
+    micro_batch_rows: int  # rows in one forward and backward pass, at most
     vocab_chunk: int  # vocabulary entries whose logits exist at one time
     max_nonfinite: int  # optimizer steps in a row with a NaN or inf, after which the run stops
 

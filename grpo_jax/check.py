@@ -231,8 +231,6 @@ def _fits(run: Run) -> Iterator[str]:
             f"rollout.prompts={rollout.prompts} can't be cut into "
             f"train.minibatches={train.minibatches} of whole groups"
         )
-    else:
-        yield from _micro_batches(run)
     if run.config["scale"].get("ddof", 0) >= rollout.group_size:
         yield "scale.ddof must be below rollout.group_size"
     shape, path = run.model.shape, run.model.path
@@ -249,15 +247,3 @@ def _fits(run: Run) -> Iterator[str]:
     names, on = [part.name for part in run.reward], run.algorithm.filter.on
     if on is not None and on not in names:
         yield f"filter.on={on!r} names no part of the reward; parts: {', '.join(names)}"
-
-
-def _micro_batches(run: Run) -> Iterator[str]:
-    """A micro-batch has to divide a minibatch, and the rollout (for its log-probs)."""
-    rows = run.rollout.prompts * run.rollout.group_size
-    minibatch, most = rows // run.train.minibatches, run.train.micro_batch_rows
-    if any(size % min(most, size) for size in (rows, minibatch)):
-        best = max(n for n in range(1, most) if minibatch % n == 0)
-        yield (
-            f"train.micro_batch_rows={most} can't divide {rows} rows in {run.train.minibatches} "
-            f"minibatches of {minibatch}; {best} can"
-        )

@@ -19,7 +19,7 @@ class PolicySettings:
     """How the update computes; `temperature` is the sampler's, so both speak of one policy."""
 
     temperature: float
-    micro_batch_rows: int  # rows in one forward and backward pass; must divide a minibatch
+    micro_batch_rows: int  # rows in one forward and backward pass, at most
     vocab_chunk: int  # vocabulary entries whose logits exist at one time
 
 
@@ -54,13 +54,11 @@ def make_logprobs(model: Model, settings: PolicySettings) -> Callable:
     return logprobs
 
 
-def cut(tree, rows: int):
-    """[B, ...] -> [B/rows, rows, ...] in every leaf; fewer rows than that are one micro-batch."""
+def cut(tree, most: int):
+    """[B, ...] -> [B/rows, rows, ...] in every leaf; rows: B's largest divisor up to `most`."""
 
     def leaf(a):
-        size = min(rows, a.shape[0])
-        if a.shape[0] % size:
-            raise ValueError(f"{a.shape[0]} rows can't be cut into micro-batches of {size}")
-        return a.reshape(a.shape[0] // size, size, *a.shape[1:])
+        rows = next(n for n in range(min(most, a.shape[0]), 0, -1) if a.shape[0] % n == 0)
+        return a.reshape(a.shape[0] // rows, rows, *a.shape[1:])
 
     return jax.tree.map(leaf, tree)

@@ -26,7 +26,8 @@ def prepare_process(cache: Path) -> None:
     """Job 2 of a sweep, and the next run, find their programs compiled; libraries stay quiet."""
     jax.config.update("jax_compilation_cache_dir", str(cache / "xla"))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
-    logging.getLogger("absl").setLevel(logging.WARNING)  # orbax narrates every save
+    for library in ("absl", "datasets"):  # the first is orbax, which narrates every save
+        logging.getLogger(library).setLevel(logging.WARNING)
 
 
 @hydra.main(version_base="1.3", config_path="../conf", config_name="train")

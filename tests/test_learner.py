@@ -84,9 +84,11 @@ def test_micro_batches_change_neither_gradient_nor_metrics(name):
         np.testing.assert_allclose(metrics["grad_norm"], optax.tree.norm(gradient), rtol=1e-5)
 
 
-def test_micro_batches_that_do_not_fit_are_refused():
-    with pytest.raises(ValueError, match="8 rows can't be cut into micro-batches of 3"):
-        cut(jnp.zeros((8, 2)), 3)
+@pytest.mark.parametrize(("most", "rows"), [(1, 1), (3, 2), (4, 4), (7, 4), (8, 8), (99, 8)])
+def test_micro_batches_are_as_large_as_fits(most, rows):
+    (micro,) = cut((jnp.arange(16).reshape(8, 2),), most)
+    assert micro.shape == (8 // rows, rows, 2)
+    np.testing.assert_array_equal(micro.reshape(8, 2), jnp.arange(16).reshape(8, 2))
 
 
 def test_no_logits_of_a_whole_micro_batch_exist():

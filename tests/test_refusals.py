@@ -63,8 +63,6 @@ REFUSED = {
     "optim.schedule=linaer": "optim.schedule='linaer': one of constant, linear, cosine",
     "warmstart.clean_share=1.5": "warmstart.clean_share=1.5: a share",
     "train.minibatches=3": "rollout.prompts=16 can't be cut into train.minibatches=3",
-    "train.micro_batch_rows=12": "train.micro_batch_rows=12 can't divide 128 rows in 4 "
-    "minibatches of 32; 8 can",
     "model=pretrained": "model.path: Missing mandatory value",
     "model.path=FOLDER": "give either model.path or model.shape",
     "model.shape=null": "give either model.path or model.shape",
