@@ -59,7 +59,7 @@ class CheckpointSettings:
 
     every: int  # steps; 0: none at all
     keep: int  # the newest so many
-    resume: str  # auto (from the newest in the run folder, if there is one) or never
+    resume: str  # auto (from the newest in the run folder, if there is one) or never (refuse it)
 
 
 @dataclass(frozen=True)

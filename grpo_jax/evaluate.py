@@ -111,6 +111,12 @@ class Evaluator:
         slots = max(len(prompt_ids(p, self.tokenizer)) for p in prompts)
         if isinstance(self.sampler, JaxSampler):
             slots = self.sampler.prompt_slots
+        longest = max(len(self.tokenizer.encode(self.task.exact_text(p))) for p in prompts)
+        if longest > T:
+            raise TrainingError(
+                f"eval.exact: a right answer takes {longest} tokens, and "
+                f"rollout.max_completion_length is {T}"
+            )
         for start in range(0, len(prompts), rows):
             chunk = prompts[start : start + rows]
             filled = chunk + [chunk[0]] * (rows - len(chunk))

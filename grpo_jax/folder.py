@@ -32,6 +32,7 @@ def claim(folder: Path, config: dict[str, Any]) -> None:
                 f"{folder} holds a run of another configuration; take another folder "
                 f"(hydra.run.dir=FOLDER):\n{what}{more}"
             )
+        return
     folder.mkdir(parents=True, exist_ok=True)
     part = path.with_suffix(".tmp")
     part.write_text(json.dumps(config, indent=1))

@@ -43,14 +43,24 @@ class JaxSampler:
         ids, mask = pad_prompts(prompts, self.prompt_slots, self.pad_id)
         program = self._programs.get(params)
         if program is None:
-            program = jax.jit(
-                partial(generate, self.model, sampling_params=params, eos_ids=self.eos_ids)
-            )
-            self._programs[params] = program
-        ids, mask, rows = jnp.asarray(ids), jnp.asarray(mask), jnp.asarray(row_ids, jnp.int32)
-        tokens, logp, length, done = program(self._params, ids, mask, rows, key)
-        valid = jnp.arange(params.max_tokens) < length[:, None]
-        group = len(row_ids) // len(prompts)
+            program = self._programs[params] = jax.jit(partial(self._rollout, params))
+        return program(
+            self._params, ids, mask, np.asarray(row_ids, np.int32), key, np.int32(self._version)
+        )
+
+    def _rollout(self, sampling_params, params, ids, mask, row_ids, key, version) -> Rollout:
+        tokens, logp, length, done = generate(
+            self.model,
+            params,
+            ids,
+            mask,
+            row_ids,
+            key,
+            sampling_params=sampling_params,
+            eos_ids=self.eos_ids,
+        )
+        valid = jnp.arange(sampling_params.max_tokens) < length[:, None]
+        group = len(row_ids) // len(ids)
         return Rollout(
             prompt=jnp.repeat(ids, group, 0),
             prompt_mask=jnp.repeat(mask, group, 0),
@@ -58,7 +68,7 @@ class JaxSampler:
             mask=valid,
             sampler_logp=jnp.where(valid, logp, 0.0),
             truncated=~done,
-            version=jnp.full(len(row_ids), self._version, jnp.int32),
+            version=jnp.full(len(row_ids), version),
         )
 
 

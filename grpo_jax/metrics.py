@@ -78,7 +78,7 @@ def weight_metrics(
 
     bias/token_weight_long: weight of a token in the longest quarter of answers over that in the
     shortest (1: no length bias). bias/advantage_{hard,medium,easy}: mean |advantage| of groups
-    with pass rate below 1/4, between, and above 3/4 (tied groups left out).
+    with pass rate up to 1/4, up to 3/4, and above (groups all right or all wrong left out).
     """
     length = (weight > 0).sum(-1)
     rows = np.flatnonzero(length)

@@ -13,7 +13,7 @@ class OptimSettings:
     lr: float  # peak learning rate
     schedule: str  # constant, linear or cosine (both to `final_share` of the peak)
     warmup_updates: int  # linear from lr / warmup_updates
-    final_share: float  # last learning rate as a share of the peak
+    final_share: float  # what linear and cosine have come down to when the run is over
     b1: float
     b2: float
     eps: float
@@ -37,6 +37,12 @@ def make_schedule(settings: OptimSettings, updates: int) -> optax.Schedule:
         return main
     ramp = optax.linear_schedule(peak / warm, peak, max(warm - 1, 1))
     return optax.join_schedules([ramp, main], [warm])
+
+
+def updates_made(opt_state: optax.OptState) -> int:
+    """How many updates the optimizer has made; skipped ones don't count."""
+    counts = optax.tree_utils.tree_get_all_with_path(opt_state, "count")
+    return max((int(count) for _, count in counts), default=0)
 
 
 def make_optimizer(

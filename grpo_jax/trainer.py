@@ -3,7 +3,7 @@
 import json
 import time
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ from grpo_jax.assemble import Run, Work, assemble
 from grpo_jax.folder import claim
 from grpo_jax.learner import minibatches
 from grpo_jax.logging import RunLogger, write_done
+from grpo_jax.optim import updates_made
 from grpo_jax.types import Batch, TrainingError, TrainState
 
 # streams of the run's root key (the warm start has its own)
@@ -40,8 +41,8 @@ def train(run: Run) -> dict[str, float]:
         return finished
     work = assemble(run)
     final: dict[str, float] | None = None
-    with _records(run, work.state) as out:
-        state, step, position = out.state, out.step, out.position
+    with _records(run, work) as out:
+        state, step, position = work.state, out.step, out.position
         # BASE: refuse to train a policy that knows nothing. All programs but the update compile
         if step == 0:
             final = _evaluate(work, state, 0, out, tell="before training")
@@ -82,12 +83,11 @@ def train(run: Run) -> dict[str, float]:
 
 @dataclass
 class _Records:
-    """Where a run writes, where it starts from, and its count of bad updates in a row."""
+    """Where a run writes, where it starts from, and what it counts."""
 
     logger: RunLogger
     manager: Any  # orbax's, or None
     bar: tqdm
-    state: TrainState
     step: int
     position: int
     bad: int  # updates in a row that were not finite
@@ -95,48 +95,54 @@ class _Records:
 
 
 @contextmanager
-def _records(run: Run, state: TrainState) -> Generator[_Records]:
+def _records(run: Run, work: Work) -> Generator[_Records]:
     """Open them, resumed if there is something to resume; close them whatever happens."""
-    manager, step, position, bad, tokens = None, 0, 0, 0, 0.0
-    if run.checkpoint.every:
-        manager = checkpoint.open(run.folder / "checkpoints", run.checkpoint.keep)
-        newest = checkpoint.latest(manager)
-        if newest is not None and run.checkpoint.resume == "never":
-            manager.close()
-            raise TrainingError(
-                f"{run.folder} holds checkpoints of an earlier run, up to step {newest}: go on "
-                "from them (checkpoint.resume=auto) or write elsewhere (hydra.run.dir=FOLDER)"
-            )
-        if newest is not None:
-            state, loop, _ = checkpoint.restore(manager, newest, state)
-            step, position, bad = newest, int(loop["position"]), int(loop["bad"])
-            tokens = float(loop["tokens"])
-    logger = RunLogger(
-        run.folder,
-        wandb_mode=run.logger.wandb,
-        project=run.logger.project,
-        group=run.logger.group,
-        tags=run.logger.tags,
-        config=run.config,
-        start_step=step + 1 if step else 0,
-    )
-    bar = tqdm(
-        total=run.train.steps,
-        initial=step,
-        desc=run.config.get("name") or "train",
-        unit="step",
-        disable=not run.logger.progress,
-        dynamic_ncols=True,
-    )
-    exit_code = 1
-    try:
-        yield _Records(logger, manager, bar, state, step, position, bad, tokens)
-        exit_code = 0
-    finally:
-        bar.close()
-        if manager is not None:
-            manager.close()
-        logger.close(exit_code)
+    with ExitStack() as stack:
+        manager, step, loop = None, 0, {"position": 0, "bad": 0, "tokens": 0.0}
+        if run.checkpoint.every:
+            manager = checkpoint.open(run.folder / "checkpoints", run.checkpoint.keep)
+            stack.callback(manager.close)
+            newest = checkpoint.latest(manager)
+            if newest is not None and run.checkpoint.resume == "never":
+                raise TrainingError(
+                    f"{run.folder} holds checkpoints of an earlier run, up to step {newest}: go on "
+                    "from them (checkpoint.resume=auto) or write elsewhere (hydra.run.dir=FOLDER)"
+                )
+            if newest is not None:
+                step = newest
+                work.state, loop, _ = checkpoint.restore(manager, newest, work.state)
+        logger = RunLogger(
+            run.folder,
+            wandb_mode=run.logger.wandb,
+            project=run.logger.project,
+            group=run.logger.group,
+            tags=run.logger.tags,
+            config=run.config,
+            start_step=step + 1 if step else 0,
+        )
+        bar = tqdm(
+            total=run.train.steps,
+            initial=step,
+            desc=run.config["name"],
+            unit="step",
+            disable=not run.logger.progress,
+            dynamic_ncols=True,
+        )
+        try:
+            with bar:
+                yield _Records(
+                    logger,
+                    manager,
+                    bar,
+                    step,
+                    position=int(loop["position"]),
+                    bad=int(loop["bad"]),
+                    tokens=float(loop["tokens"]),
+                )
+        except BaseException:
+            logger.close(1)
+            raise
+        logger.close(0)
 
 
 def _finished(run: Run) -> dict[str, float] | None:
@@ -208,13 +214,14 @@ def _update(
                 f"{out.bad} updates in a row had a loss or gradient that is not finite (step "
                 f"{step}); parameters are those before them. Lower optim.lr, or look at the rewards"
             )
+    made = max(updates_made(state.opt_state) - 1, 0)
     usable = [m for m in steps if not (m["nonfinite"] or m["empty"])]
     names = [name for name in steps[0] if name not in ("nonfinite", "empty")]
     means = {name: float(np.mean([m[name] for m in usable])) for name in names if usable}
     return state, means | {
         "updates/nonfinite": float(sum(bool(m["nonfinite"]) for m in steps)),
         "updates/empty": float(sum(bool(m["empty"]) for m in steps)),
-        "learning_rate": float(np.asarray(work.schedule(int(state.step) - 1))),
+        "learning_rate": float(np.asarray(work.schedule(made))),
     }
 
 

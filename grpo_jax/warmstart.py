@@ -9,7 +9,6 @@ import hashlib
 import inspect
 import json
 import os
-import sys
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -23,6 +22,7 @@ from safetensors.numpy import load_file, save_file
 from tqdm import tqdm
 
 from grpo_jax.generate import given_rollout
+from grpo_jax.kernels.logprobs import token_logprobs
 from grpo_jax.models.llama import Model
 from grpo_jax.optim import OptimSettings, make_optimizer, make_schedule
 from grpo_jax.policy import PolicySettings, sequence_logprobs
@@ -163,7 +163,8 @@ def _cache_key(settings, model: Model, task: Task, identity: dict, seed: int) ->
     demonstrate: Any = task.demonstrate
     while isinstance(demonstrate, partial):  # whose own module is functools
         demonstrate = demonstrate.func
-    modules = {sys.modules[__name__], inspect.getmodule(demonstrate), inspect.getmodule(Model)}
+    made_by = (_train, demonstrate, Model, sequence_logprobs, make_optimizer, given_rollout)
+    modules = {inspect.getmodule(what) for what in (*made_by, Tokenizer, token_logprobs)}
     source = sorted(inspect.getsource(module) for module in modules if module is not None)
     what = [asdict(settings), asdict(model.config), identity, seed, source]
     text = json.dumps(what, sort_keys=True, default=str)

@@ -175,7 +175,7 @@ def test_the_command_line_beats_what_task_and_experiment_choose():
 
 MINI = "train.minibatches=4"
 ANNOUNCED = {
-    "one update a rollout": (("train.minibatches=1",), (MINI,)),
+    "one update a rollout": (("train.epochs=1", "train.minibatches=1"), (MINI,)),
     "is a range for whole answers": (
         ("clip=sequence", MINI),
         ("clip=sequence", "ratio=sequence", MINI),
@@ -188,8 +188,8 @@ ANNOUNCED = {
     "dropped groups are masked": (("filter=mixed", "filter.max_rounds=1"), ("algorithm=dapo",)),
     "filter=none keeps every group": (("filter=none", "filter.on=correct"), ("filter=none",)),
     "ends before optim.lr is reached": (
-        ("optim.warmup_updates=160",),  # 40 steps of 4 updates
-        ("optim.warmup_updates=159",),
+        ("optim.warmup_updates=320",),  # 40 steps of 8 updates
+        ("optim.warmup_updates=319",),
     ),
     "final_share does nothing": (
         ("optim.final_share=0.1",),

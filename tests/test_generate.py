@@ -22,17 +22,16 @@ COOL = SamplingParams(TOKENS, temperature=0.7)
 
 
 @cache
-def sampler(eos_ids=ENDS, slots=SLOTS):
+def sampler(eos_ids=ENDS, slots=SLOTS, pad_id=0):
     model, params = small_llama()
-    made = JaxSampler(model, slots, eos_ids, 0)
+    made = JaxSampler(model, slots, eos_ids, pad_id)
     made.load(params, 5)
     return made
 
 
-def sample(prompts=PROMPTS, rows=None, key=KEY, params=COOL, pad_id=0, **which):
+def sample(prompts=PROMPTS, rows=None, key=KEY, params=COOL, **which):
     rows = np.arange(2 * len(prompts)) if rows is None else np.asarray(rows)
-    made = replace(sampler(**which), pad_id=pad_id)  # with the same compiled programs
-    return jax.tree.map(np.asarray, made.sample(prompts, rows, params, key))
+    return jax.tree.map(np.asarray, sampler(**which).sample(prompts, rows, params, key))
 
 
 @cache
