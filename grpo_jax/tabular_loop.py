@@ -2,8 +2,7 @@
 
 The loss, the advantages and the sampler are those that train a language model; only the policy is
 a table (`models/tabular.py`). The answer to prompt p is token p, and its reward is 1. `train` may
-be vmapped over keys (seeds), over `lr`, and over any constant of an axis, save `kl.coef`, which
-decides whether there is a reference policy at all:
+be vmapped over keys (seeds), over `lr`, and over any constant of an axis:
 
     def curve(key, high):
         clip = partial(kernels.clip.bounded, low=0.2, high=high)

