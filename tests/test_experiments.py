@@ -23,6 +23,7 @@ def test_an_experiment_has_its_parts(folder):
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.stem)
 def test_a_configured_experiment_was_run_and_written_up(config):
     assert (ROOT / "experiments" / config.stem / "README.md").is_file()
-    assert f"experiment={config.stem}" in (
-        ROOT / "experiments" / config.stem / "README.md"
-    ).read_text()
+    assert (
+        f"experiment={config.stem}"
+        in (ROOT / "experiments" / config.stem / "README.md").read_text()
+    )
