@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 import jax
 import numpy as np
-from jaxtyping import Array, Key
+from jaxtyping import Array, Float, Key
 
 from grpo_jax.rewards.combine import RewardPart, RewardTable, score
 from grpo_jax.tasks.base import Prompt, Task, prompt_ids
@@ -37,6 +37,9 @@ class Answers:
     rollout: Rollout  # numpy leaves
     texts: tuple[str, ...]  # without special tokens and without the stop string
     rewards: RewardTable
+    numbers: tuple[int, ...] = ()  # of the prompts in the training data; () where nobody counts
+    greedy: Float[np.ndarray, "N"] | None = None  # reward of one greedy answer each (ReMax)
+    extra_tokens: int = 0  # sampled beside these answers, for `greedy`
 
     def __len__(self) -> int:
         return len(self.prompts)
@@ -63,6 +66,8 @@ class Answers:
             rollout=jax.tree.map(lambda a: a[rows], self.rollout),
             texts=tuple(self.texts[row] for row in rows),
             rewards=replace(table, total=table.total[rows], parts=parts),
+            numbers=tuple(self.numbers[group] for group in groups) if self.numbers else (),
+            greedy=None if self.greedy is None else self.greedy[groups],
         )
 
     def sample(self, count: int = 8) -> list[dict]:
@@ -96,6 +101,10 @@ class Answers:
             rewards=replace(
                 tables[0], total=np.concatenate([t.total for t in tables]), parts=parts
             ),
+            numbers=tuple(number for answers in many for number in answers.numbers),
+            greedy=None
+            if many[0].greedy is None
+            else np.concatenate([a.greedy for a in many if a.greedy is not None]),
         )
 
 
@@ -114,8 +123,20 @@ def answer(
     ids = [prompt_ids(prompt, tokenizer) for prompt in prompts]
     rows = np.arange(len(prompts) * group_size)
     rollout = jax.tree.map(np.asarray, sampler.sample(ids, rows, sampling, key))
+    return scored(prompts, rollout, task=task, tokenizer=tokenizer, parts=parts)
+
+
+def scored(
+    prompts: list[Prompt],
+    rollout: Rollout,
+    *,
+    task: Task,
+    tokenizer: Tokenizer,
+    parts: list[RewardPart],
+) -> Answers:
+    """Text and rewards of a rollout (numpy leaves): B/N answers to each of the N prompts."""
     rollout, texts = cut_at_stop(rollout, tokenizer, task.stop_strings)
-    repeated = [prompt for prompt in prompts for _ in range(group_size)]
+    repeated = [prompt for prompt in prompts for _ in range(len(texts) // len(prompts))]
     names = sorted({name for prompt in prompts for name in prompt.columns})
     columns = {name: [p.columns.get(name) for p in repeated] for name in names}
     columns["truncated"] = rollout.truncated.tolist()

@@ -18,7 +18,7 @@ from grpo_jax.learner import make_update
 from grpo_jax.models import gguf, hf, llama
 from grpo_jax.models.config import LlamaConfig
 from grpo_jax.optim import OptimSettings, make_optimizer, make_schedule
-from grpo_jax.policy import PolicySettings, make_logprobs
+from grpo_jax.policy import PolicySettings, make_exact_kl, make_logprobs
 from grpo_jax.rewards.combine import RewardPart
 from grpo_jax.rollout import Collector
 from grpo_jax.tasks.base import Task, longest_prompt, within_limit
@@ -60,6 +60,7 @@ class CheckpointSettings:
     every: int  # steps; 0: none at all
     keep: int  # the newest so many
     resume: str  # auto (from the newest in the run folder, if there is one) or never (refuse it)
+    rollouts_every: int  # steps between recorded rollouts (`recording.py`); 0: none
 
 
 @dataclass(frozen=True)
@@ -104,6 +105,7 @@ class Work:
     collector: Collector
     evaluator: Evaluator
     update: Callable
+    reference: Params | None  # the policy as it began; None: no KL, or the state's own moves
     schedule: optax.Schedule
     state: TrainState  # as a run begins; the loop takes it over (updates donate it)
 
@@ -123,37 +125,42 @@ def assemble(run: Run) -> Work:
     optimizer = make_optimizer(run.optim, schedule)
     ends = tuple(sorted({*words.eos_ids, *words.stop_ids(task.stop_strings)}))
     sampler = JaxSampler(model, slots, ends, words.pad_id)
-    common = {
+    common: dict[str, Any] = {
         "task": task,
         "tokenizer": words,
         "sampler": sampler,
         "parts": list(run.reward),
         "logprobs": make_logprobs(model, policy),
     }
+    exact_kl = make_exact_kl(model, policy)
     probe = None
     if run.eval.forced_prefix is not None:
         room = slots + len(words.encode(run.eval.forced_prefix))
         probe = JaxSampler(model, room, ends, words.pad_id)
     # the reference is the policy as it starts; a copy, since updates donate the state
-    reference = jax.tree.map(jnp.copy, params) if run.algorithm.kl.active else None
+    kl = run.algorithm.kl
+    reference = jax.tree.map(jnp.copy, params) if kl.active else None
+    moves = kl.active and kl.refresh_every > 0
     return Work(
         task=task,
         sampler=sampler,
         collector=Collector(
             algorithm=run.algorithm,
             settings=run.rollout,
-            ref_params=reference,
+            exact_kl=exact_kl,
             seed=run.seed,
             **common,
         ),
         evaluator=Evaluator(settings=run.eval, rollout=run.rollout, probe_sampler=probe, **common),
         update=make_update(run.algorithm, model, optimizer, policy),
+        reference=None if moves else reference,
         schedule=schedule,
         state=TrainState(
             trainable=params,
             opt_state=jax.jit(optimizer.init)(params),
             step=jnp.int32(0),
             key=jax.random.key(run.seed),
+            reference=reference if moves else None,
         ),
     )
 

@@ -10,6 +10,15 @@ from grpo_jax.assemble import Run
 
 KERNELS = "grpo_jax.kernels."
 SEEDS = 2**32  # JAX keeps 32 bits of a seed: 2**32 would be 0 again
+AXES_WITH_CONSTANTS = (
+    *("shaping", "combine", "baseline", "scale", "clip", "select", "aggregation"),
+    *("kl", "correction", "entropy"),
+)
+ABOVE_ZERO = (
+    *("limit", "length", "cap", "delta", "share", "rows", "k"),
+    *("tau_positive", "tau_negative"),
+)
+AT_MOST_ONE = ("buffer_share", "share", "refresh_mix")
 # In a run, by attribute.
 AT_LEAST = {
     0: (
@@ -18,6 +27,7 @@ AT_LEAST = {
         "eval.every",
         "eval.seed",
         "checkpoint.every",
+        "checkpoint.rollouts_every",
         "logger.completions_every",
         "warmstart.steps",
         "warmstart.warmup_steps",
@@ -58,7 +68,19 @@ MODES = {
     "logger.wandb": ("offline", "online", "disabled"),
     "model.dtype": ("float32", "bfloat16"),
 }
-AXIS_MODES = {"kl.where": ("loss", "reward"), "filter.on_exhausted": ("partial", "skip", "error")}
+AXIS_MODES = {
+    "kl.where": ("loss", "reward"),
+    "filter.on_exhausted": ("partial", "skip", "error"),
+    "filter.surplus": ("drop", "keep"),
+}
+# Rules made for one kind of ratio: with another they are something that no paper has.
+MADE_FOR = {
+    "gmpo": "token",
+    "dppo_tv": "token",
+    "dppo_kl": "token",
+    "kl_cov": "token",
+    "vespo": "sequence_sum",
+}
 
 
 class ConfigError(ValueError):
@@ -89,6 +111,7 @@ def announce(run: Run) -> list[str]:
             "trainer's are not, so ratios are biased (by the mass that was cut)"
         )
     lines += [*_announce_kl(run.config["kl"]), *_announce_filter(run.config["filter"])]
+    lines += [*_announce_rows(run)]
     updates = run.train.steps * run.train.updates_per_rollout
     if run.optim.warmup_updates >= updates:
         lines.append(
@@ -109,6 +132,10 @@ def _announce_ratios(run: Run) -> Iterator[str]:
         )
     if _is(clip, "clip.none") and not _is(ratio, "ratio.token"):
         yield "clip=none takes no ratio: ratio is inert"
+    rule = clip["_target_"].rsplit(".", 1)[-1]
+    kind = MADE_FOR.get(rule) if clip["_target_"].startswith(KERNELS) else None
+    if kind is not None and not _is(ratio, f"ratio.{kind}"):
+        yield f"clip.{rule} is made for ratio={kind}; with another it is not what its paper has"
     if not clip["_target_"].startswith(KERNELS) or "high" not in clip:
         return
     high = clip["high"]
@@ -124,9 +151,32 @@ def _announce_ratios(run: Run) -> Iterator[str]:
         )
 
 
+def _announce_rows(run: Run) -> Iterator[str]:
+    rows = run.rollout.prompts * run.rollout.group_size // run.train.minibatches
+    aggregation, config = run.config["aggregation"], run.config
+    if _is(aggregation, "aggregation.local"):
+        if aggregation["rows"] >= rows:
+            yield (
+                f"aggregation.rows={aggregation['rows']} covers the minibatch of {rows} rows: "
+                "local denominators are the global ones (lower train.micro_batch_rows)"
+            )
+        else:
+            yield "aggregation=local reproduces a bug on purpose: denominators of each micro-batch"
+    weights = [part.weight for part in run.reward if part.weight]
+    if _is(config["combine"], "combine.normalize_then_sum") and len(weights) == 1:
+        yield (
+            "combine=normalize_then_sum and one reward part that counts: it only adds a whitening "
+            "(and shaping or a KL in the reward becomes a part of its own)"
+        )
+
+
 def _announce_kl(kl: dict[str, Any]) -> Iterator[str]:
     if _is(kl["estimator"], "kl.none") and kl["coef"]:
         yield f"kl=none estimates nothing: kl.coef={kl['coef']:g} does nothing (kl=k3, say)"
+    if _is(kl["estimator"], "kl.k3_weighted") and kl["where"] == "reward" and kl["coef"]:
+        yield "kl=k3_weighted in the reward is k3: on the rollout's own policy the ratio is 1"
+    if not kl["coef"] and kl.get("refresh_every"):
+        yield "kl.coef=0: kl.refresh_every does nothing"
     if _is(kl["estimator"], "kl.k1") and kl["where"] == "loss" and kl["coef"]:
         yield "k1 in the loss: its mean gradient is zero (use kl.where=reward, k2 or k3)"
 
@@ -135,41 +185,78 @@ def _announce_filter(node: dict[str, Any]) -> Iterator[str]:
     if not _is(node["rule"], "filter.none"):
         if node["max_rounds"] == 1:
             yield "filter.max_rounds=1: dropped groups are masked, not replaced"
+            if node.get("surplus", "drop") == "keep":
+                yield "filter.max_rounds=1: there is no surplus to keep"
     elif (node["on"], node["max_rounds"], node["on_exhausted"]) != (None, 1, "partial"):
         yield "filter=none keeps every group: filter.on, max_rounds and on_exhausted do nothing"
+    elif node.get("surplus", "drop") == "keep":
+        yield "filter=none has no surplus: filter.surplus does nothing"
 
 
 def _axis_values(config: dict[str, Any]) -> Iterator[str]:
     for where, known in AXIS_MODES.items():
         axis, key = where.split(".")
-        if config[axis][key] not in known:
+        if config[axis].get(key, known[0]) not in known:
             yield f"{where}={config[axis][key]!r}: one of {', '.join(known)}"
-    nodes = {axis: config[axis] for axis in ("shaping", "scale", "clip", "aggregation")}
-    nodes |= {"correction": config["correction"], "kl": config["kl"]}
-    for axis, node in nodes.items():
-        if node["_target_"].startswith(("grpo_jax.kernels.", "grpo_jax.types.")):
-            yield from _constants(axis, node)
+    for axis in AXES_WITH_CONSTANTS:
+        yield from _nested_constants(axis, config[axis])
     yield from _filter_values(config["filter"])
+    yield from _axes_fit(config)
+
+
+def _nested_constants(where: str, node: dict[str, Any]) -> Iterator[str]:
+    """Of this project's own functions. What a user's function means by `low` is not known here."""
+    if node["_target_"].startswith(("grpo_jax.kernels.", "grpo_jax.types.")):
+        yield from _constants(where, node)
+    for key, value in node.items():
+        if isinstance(value, dict) and "_target_" in value:
+            yield from _nested_constants(f"{where}.{key}", value)
+
+
+def _axes_fit(config: dict[str, Any]) -> Iterator[str]:
+    """What has to agree between axes."""
+    baseline, scale = config["baseline"], config["scale"]
+    if _is(scale, "scale.pass_at_k_std"):
+        if not _is(baseline, "baseline.pass_at_k"):
+            yield "scale=pass_at_k_std goes with baseline=pass_at_k"
+        else:
+            for key in ("k", "right"):
+                if baseline[key] != scale[key]:
+                    yield f"scale.{key}={scale[key]:g} is not baseline.{key}={baseline[key]:g}"
+    if scale.get("hold_tied") and _is(baseline, "baseline.none"):
+        yield (
+            "scale.hold_tied=true with baseline=none: groups in which every answer got 0 would be "
+            "left alone, where they are below the mean"
+        )
+    alone = _is(config["combine"], "combine.normalize_then_sum")
+    if alone and _is(baseline, "baseline.greedy"):
+        yield (
+            "baseline=greedy knows the total reward of the greedy answer, and "
+            "combine=normalize_then_sum needs a baseline for each part"
+        )
 
 
 def _constants(axis: str, node: dict[str, Any]) -> Iterator[str]:
-    """Of this project's own functions. What a user's function means by `low` is not known here."""
     for key, value in node.items():
         if isinstance(value, int | float) and not isinstance(value, bool):
             if value < 0 or not math.isfinite(value):
                 yield f"{axis}.{key}={value:g}: not negative, and finite"
-            elif value == 0 and key in ("limit", "length", "cap"):
+            elif value == 0 and key in ABOVE_ZERO:
                 yield f"{axis}.{key}=0: above 0"
+            elif value > 1 and key in AT_MOST_ONE:
+                yield f"{axis}.{key}={value:g}: a share, at most 1"
     # `low` from 1 on is no bound: a ratio is never below 0
     low, high = node.get("low", 0), node.get("high", math.inf)
-    if high < low and (axis == "correction" or low < 1):
+    free = any(_is(node, f"clip.{rule}") for rule in ("gmpo", "dppo_tv", "dppo_kl"))
+    ordered = not free and (axis != "clip" or low < 1)
+    if high < low and ordered:
         yield f"{axis}.high={high:g} is below {axis}.low={low:g}"
-    if axis == "clip" and node.get("cap", 2) <= 1:
+    if _is(node, "clip.dual") and node["cap"] <= 1:
         yield f"clip.cap={node['cap']:g}: a dual clip caps ratios above 1"
     if node.get("ddof", 0) not in (0, 1):
         yield f"{axis}.ddof={node['ddof']}: 0 (numpy) or 1 (torch)"
-    if node.get("buffer_share", 0) > 1:
-        yield f"{axis}.buffer_share={node['buffer_share']:g}: a share of the limit, at most 1"
+    if node.get("covariance_high", 1) < node.get("covariance_low", 0):
+        yield f"{axis}.covariance_high is below {axis}.covariance_low"
 
 
 def _filter_values(node: dict[str, Any]) -> Iterator[str]:
@@ -233,6 +320,9 @@ def _fits(run: Run) -> Iterator[str]:
         )
     if run.config["scale"].get("ddof", 0) >= rollout.group_size:
         yield "scale.ddof must be below rollout.group_size"
+    k = run.config["baseline"].get("k", 0)
+    if _is(run.config["baseline"], "baseline.pass_at_k") and k > rollout.group_size:
+        yield f"baseline.k={k} answers can't be drawn from rollout.group_size={rollout.group_size}"
     shape, path = run.model.shape, run.model.path
     if (path is None) == (shape is None):
         yield "model: give either model.path or model.shape"

@@ -1,9 +1,10 @@
 """Checkpoints that restore bit for bit (DESIGN.md section 10), on orbax's `CheckpointManager`.
 
-A step is four items, each readable alone: `params`, `opt_state`, `loop` (the key and the step) and
-`meta` (JSON: the loop's own counters and what describes the run). A save is atomic: a kill leaves a
-temporary folder that counts for nothing. Saving goes on in the background; close the manager
-(`with open(...) as manager:` does) before the run is called complete.
+A step is four items, each readable alone: `params`, `opt_state`, `loop` (the key, the step, and
+the reference policy where it moves) and `meta` (JSON: the loop's own counters and what describes
+the run). A save is atomic: a kill leaves a temporary folder that counts for nothing. Saving goes on
+in the background; close the manager (`with open(...) as manager:` does) before the run is called
+complete.
 """
 
 import json
@@ -54,14 +55,14 @@ def save(
     manager: "ocp.CheckpointManager",
     step: int,
     state: TrainState,
-    loop: Mapping[str, int | float],
+    loop: Mapping[str, Any],
     meta: Mapping[str, Any],
 ) -> None:
     """Save one checkpoint. Returns once the state is copied off; writing goes on in the background.
 
     Args:
         step: the trainer's step (one rollout each), above every step saved before.
-        loop: the loop's counters, such as the number of prompts consumed; restored exactly.
+        loop: the loop's own, such as the number of prompts consumed; JSON, restored exactly.
         meta: what describes the run (configuration, versions); anything JSON can hold, and restored
             as JSON restores it (a tuple comes back as a list).
 
@@ -78,7 +79,7 @@ def save(
         args=ocp.args.Composite(
             params=ocp.args.StandardSave(state.trainable),
             opt_state=ocp.args.StandardSave(state.opt_state),
-            loop=ocp.args.StandardSave({"key": state.key, "step": state.step}),
+            loop=ocp.args.StandardSave(_loop_tree(state)),
             meta=ocp.args.JsonSave(text),
         ),
     )
@@ -96,7 +97,7 @@ def latest(manager: "ocp.CheckpointManager") -> int | None:
 
 def restore(
     manager: "ocp.CheckpointManager", step: int, abstract_state: TrainState
-) -> tuple[TrainState, dict[str, int | float], dict[str, Any]]:
+) -> tuple[TrainState, dict[str, Any], dict[str, Any]]:
     """The state, `loop` and `meta` of a checkpoint, bit for bit as they were saved.
 
     Args:
@@ -114,7 +115,7 @@ def restore(
     trees = {
         "params": target.trainable,
         "opt_state": target.opt_state,
-        "loop": {"key": target.key, "step": target.step},
+        "loop": _loop_tree(target),
     }
     saved = manager.item_metadata(step)
     for name, tree in trees.items():
@@ -128,8 +129,14 @@ def restore(
         opt_state=restored["opt_state"],
         step=restored["loop"]["step"],
         key=restored["loop"]["key"],
+        reference=restored["loop"].get("reference"),
     )
     return state, restored["meta"]["loop"], restored["meta"]["meta"]
+
+
+def _loop_tree(state: TrainState) -> dict[str, Any]:
+    tree = {"key": state.key, "step": state.step}
+    return tree if state.reference is None else tree | {"reference": state.reference}
 
 
 def _abstract(leaf: Any) -> jax.ShapeDtypeStruct:

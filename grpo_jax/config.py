@@ -40,7 +40,7 @@ from grpo_jax.evaluate import EvalSettings
 from grpo_jax.optim import OptimSettings
 from grpo_jax.rewards.combine import RewardPart
 from grpo_jax.tasks.base import Task
-from grpo_jax.types import Algorithm, Filter, Kl
+from grpo_jax.types import Algorithm, Entropy, Filter, Kl
 from grpo_jax.warmstart import WarmstartSettings
 
 CONF = Path(__file__).resolve().parent.parent / "conf"
@@ -54,20 +54,34 @@ SECTIONS = {
     "checkpoint": CheckpointSettings,
     "logger": LoggerSettings,
 }
-# The axes, and what the pipeline passes to each; the rest of a signature is configuration.
+# The axes, what the pipeline passes to each, and what it passes to a rule that asks by name
+# (`grpo_jax/rules.py`); the rest of a signature is configuration.
 AXES = {
     "shaping": ("reward", "length", "truncated"),
     "filter": ("score",),
+    "truncation": ("truncated",),
+    "combine": ("parts", "weight", "normalise"),
     "baseline": ("reward", "length"),
     "scale": ("centered", "reward"),
     "ratio": ("logp", "old_logp", "mask"),
     "clip": ("log_ratio", "advantage", "logp", "mask"),
+    "select": ("mask",),
     "aggregation": ("mask", "group"),
     "kl": ("logp", "ref_logp"),
     "correction": ("old_logp", "sampler_logp", "mask"),
+    "entropy": ("coef", "entropy"),
+}
+OFFERED = {
+    "combine": ("length",),
+    "baseline": ("greedy",),
+    "scale": ("length",),
+    "clip": ("correction", "key"),
+    "select": ("entropy",),
+    "kl": ("log_ratio", "exact"),
+    "correction": ("logp", "advantage"),
 }
 # Axes that are more than a function: a record that holds one.
-RECORDS = {"filter": Filter, "kl": Kl}
+RECORDS = {"filter": Filter, "kl": Kl, "entropy": Entropy}
 _NAMES = {
     bool: "true or false",
     int: "a whole number",
@@ -308,6 +322,8 @@ def check_target(
     parameters = _constants(where, node, target, (arguments or ()) if bound else ())
     given = {key: value for key, value in node.items() if key not in ("_target_", "_partial_")}
     own = {p.name: p for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)}
+    if bound:
+        own = {n: p for n, p in own.items() if n not in OFFERED.get(_axis(where), ())}
     if not any(p.kind is p.VAR_KEYWORD for p in parameters):
         foreign = where in AXES and not node["_target_"].startswith("grpo_jax.")
         _refuse_unknown(where, given, own, f" ({where}=none brings no constants)" * foreign)
@@ -317,9 +333,14 @@ def check_target(
             if parameter.default is parameter.empty and not (columns or arguments is None):
                 raise ConfigError(f"{name} is missing: {node['_target_']} needs it")
         elif isinstance(given[key], dict) and "_target_" in given[key]:
-            check_target(name, given[key], arguments if record else None)
+            check_target(name, given[key], AXES.get(_axis(name)))
         else:
             _check_constant(parameter.annotation, given[key], name)
+
+
+def _axis(where: str) -> str:
+    """The axis whose arguments the rule at this place gets: its own, but for GDPO's whitening."""
+    return "scale" if where == "combine.whiten" else where.split(".")[0]
 
 
 def _constants(

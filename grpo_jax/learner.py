@@ -1,7 +1,8 @@
 """The update: one rollout's batch in, a few optimizer steps out.
 
 Denominators are global: `Algorithm.aggregation` weighs the tokens of the whole minibatch once, and
-micro-batches (a `lax.scan`) only add up. How a minibatch is cut can't change loss or gradient.
+micro-batches (a `lax.scan`) only add up. How a minibatch is cut can't change loss or gradient, not
+even under a rule that compares its rows.
 """
 
 from collections.abc import Callable
@@ -16,8 +17,11 @@ from jaxtyping import Array, Int
 
 from grpo_jax.loss import policy_loss
 from grpo_jax.models.llama import Model
-from grpo_jax.policy import PolicySettings, cut, sequence_logprobs
+from grpo_jax.policy import PolicySettings, TokenStats, cut, stats_by_parts, token_stats
+from grpo_jax.rules import asks
 from grpo_jax.types import Algorithm, Batch, Params, TrainState
+
+UPDATE = 2  # stream of the run's root key, for rules that draw at random (the rollout's is 1)
 
 
 def make_update(
@@ -25,45 +29,26 @@ def make_update(
     model: Model,
     optimizer: optax.GradientTransformation,
     settings: PolicySettings,
-) -> Callable[[TrainState, Batch, Int[Array, "b"]], tuple[TrainState, dict[str, Array]]]:
-    """Jitted (state, batch, rows) -> (state, metrics): one optimizer step on those rows.
+) -> Callable[..., tuple[TrainState, dict[str, Array]]]:
+    """Jitted (state, batch, rows, entropy_coef=None, reference=None) -> (state, metrics): one
+    optimizer step on those rows.
+
+    `rows` i32[b] index the batch. `entropy_coef` is the bonus's at this step (None: the
+    algorithm's). `reference` holds the reference's parameters, for a KL that needs its
+    distributions (`kl=exact`) and where the state itself has none.
 
     `state` is donated. A step whose loss or gradient is not finite leaves parameters and optimizer
     as they were and says so in metrics["nonfinite"]; so does one with no token to learn from
     (metrics["empty"]), since Adam would move on momentum alone.
     """
-
-    def loss(params: Params, batch: Batch, mask, weight):
-        logp, _ = sequence_logprobs(model, settings, params, batch.rollout)
-        return policy_loss(
-            algorithm,
-            logp,
-            old_logp=batch.old_logp,
-            sampler_logp=batch.rollout.sampler_logp,
-            ref_logp=batch.ref_logp,
-            advantage=batch.advantage,
-            mask=mask,
-            weight=weight,
-        )
-
-    def gradient(params: Params, batch: Batch):
-        mask = batch.rollout.mask & batch.keep[:, None]
-        weight = algorithm.aggregation(mask, batch.group)
-
-        def add(total, micro):
-            (value, sums), grad = jax.value_and_grad(loss, has_aux=True)(params, *micro)
-            return jax.tree.map(jnp.add, total, (value, sums, grad)), None
-
-        micro = cut((batch, mask, weight), settings.micro_batch_rows)
-        first = jax.tree.map(lambda a: a[0], micro)
-        (value, sums), grad = jax.eval_shape(jax.value_and_grad(loss, has_aux=True), params, *first)
-        zero = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), (value, sums, grad))
-        return lax.scan(add, zero, micro)[0]
+    gradient = make_gradient(algorithm, model, settings)
 
     @partial(jax.jit, donate_argnums=0)
-    def update(state: TrainState, batch: Batch, rows: Int[Array, "b"]):
+    def update(state: TrainState, batch: Batch, rows, entropy_coef=None, reference=None):
         batch = jax.tree.map(lambda a: a[rows], batch)
-        value, sums, grad = gradient(state.trainable, batch)
+        reference = reference if state.reference is None else state.reference
+        key = jax.random.fold_in(jax.random.fold_in(state.key, UPDATE), state.step)
+        value, sums, grad = gradient(state.trainable, batch, entropy_coef, reference, key)
         norm = optax.tree.norm(grad)
         finite = jnp.isfinite(value) & jnp.isfinite(norm)
         empty = sums["tokens"] == 0
@@ -71,24 +56,96 @@ def make_update(
         trainable = optax.apply_updates(state.trainable, steps)
         new, old = (trainable, opt_state), (state.trainable, state.opt_state)
         trainable, opt_state = jax.tree.map(partial(jnp.where, finite & ~empty), new, old)
-        metrics = _metrics(value, norm, sums) | {"nonfinite": ~finite, "empty": empty}
-        if algorithm.kl.active and algorithm.kl.where == "loss":
-            metrics["kl"] = sums["kl"] / jnp.maximum(sums["tokens"], 1)
-        return TrainState(trainable, opt_state, state.step + 1, state.key), metrics
+        metrics = _metrics(algorithm, value, norm, sums) | {"nonfinite": ~finite, "empty": empty}
+        new_state = TrainState(trainable, opt_state, state.step + 1, state.key, state.reference)
+        return new_state, metrics
 
     return update
 
 
-def _metrics(value, norm, sums: dict[str, Array]) -> dict[str, Array]:
+def make_gradient(algorithm: Algorithm, model: Model, settings: PolicySettings) -> Callable:
+    """(params, batch, entropy_coef, reference, key) -> (loss, sums of `policy_loss`, gradient) of a
+    whole minibatch, computed a micro-batch at a time; not jitted."""
+
+    def forward(reference, params: Params, rollout) -> TokenStats:
+        exact = algorithm.kl.exact and algorithm.kl.where == "loss"
+        return token_stats(model, settings, params, rollout, reference if exact else None)
+
+    def loss(entropy_coef, key, stats: TokenStats, batch: Batch, mask, weight):
+        return policy_loss(
+            algorithm,
+            stats.logp,
+            old_logp=batch.old_logp,
+            sampler_logp=batch.rollout.sampler_logp,
+            ref_logp=batch.ref_logp,
+            advantage=batch.advantage,
+            mask=mask,
+            weight=weight,
+            entropy=stats.entropy if algorithm.needs_entropy else None,
+            entropy_coef=entropy_coef,
+            exact_kl=stats.exact_kl,
+            key=key,
+        )
+
+    def gradient(params: Params, batch: Batch, entropy_coef, reference, key):
+        mask = batch.rollout.mask & batch.keep[:, None]
+        weight = algorithm.aggregation(mask, batch.group)
+        ahead, value = partial(forward, reference), partial(loss, entropy_coef, key)
+        how = _all_rows_at_once if algorithm.sees_all_rows else _part_by_part
+        return how(ahead, value, settings, params, batch, mask, weight)
+
+    return gradient
+
+
+def _part_by_part(forward, loss, settings: PolicySettings, params: Params, batch: Batch, *rest):
+    """Forward, loss and backward of one micro-batch after the other."""
+
+    def of(params, batch, *rest):
+        return loss(forward(params, batch.rollout), batch, *rest)
+
+    def add(total, micro):
+        (value, sums), grad = jax.value_and_grad(of, has_aux=True)(params, *micro)
+        return jax.tree.map(jnp.add, total, (value, sums, grad)), None
+
+    micro = cut((batch, *rest), settings.micro_batch_rows)
+    first = jax.tree.map(lambda a: a[0], micro)
+    (value, sums), grad = jax.eval_shape(jax.value_and_grad(of, has_aux=True), params, *first)
+    zero = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), (value, sums, grad))
+    return lax.scan(add, zero, micro)[0]
+
+
+def _all_rows_at_once(forward, loss, settings: PolicySettings, params: Params, batch: Batch, *rest):
+    """For rules that compare rows: a forward pass by micro-batches, the loss of all rows together
+    (cheap: [b, T] numbers), and its gradient handed back through each micro-batch. One forward pass
+    more than `_part_by_part`, and the same result for every cut."""
+    stats = stats_by_parts(partial(forward, params), settings, batch.rollout)
+    (value, sums), pull = jax.value_and_grad(loss, has_aux=True)(stats, batch, *rest)
+
+    def add(total, micro):
+        rollout, pull = micro
+        _, back = jax.vjp(lambda params: forward(params, rollout), params)
+        return jax.tree.map(jnp.add, total, back(pull)[0]), None
+
+    zero = jax.tree.map(jnp.zeros_like, params)
+    grad, _ = lax.scan(add, zero, cut((batch.rollout, pull), settings.micro_batch_rows))
+    return value, sums, grad
+
+
+def _metrics(algorithm: Algorithm, value, norm, sums: dict[str, Array]) -> dict[str, Array]:
     """Means over the minibatch's tokens, under TRL's names."""
     tokens = jnp.maximum(sums["tokens"], 1)
-    return {
+    metrics = {
         "loss": value,
         "grad_norm": norm,
         "clip_ratio/low_mean": sums["clip_low"] / tokens,
         "clip_ratio/high_mean": sums["clip_high"] / tokens,
         "ratio_mean": sums["ratio"] / tokens,
     }
+    if algorithm.kl.active and algorithm.kl.where == "loss":
+        metrics["kl"] = sums["kl"] / tokens
+    if asks(algorithm.select, "entropy"):
+        metrics["select/fraction"] = sums["selected"] / tokens
+    return metrics
 
 
 def minibatches(

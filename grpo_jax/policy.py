@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from grpo_jax.kernels.logprobs import token_logprobs
+from grpo_jax.kernels.logprobs import token_kl, token_logprobs
 from grpo_jax.models.llama import Model
 from grpo_jax.types import Params, Rollout
 
@@ -23,22 +23,54 @@ class PolicySettings:
     vocab_chunk: int  # vocabulary entries whose logits exist at one time
 
 
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class TokenStats:
+    """What the loss needs of the policy at each completion token; all have a gradient."""
+
+    logp: Float[Array, "B T"]  # of the token that was sampled
+    entropy: Float[Array, "B T"]
+    exact_kl: Float[Array, "B T"] | None  # KL(policy || reference); None without a reference
+
+
+def token_stats(
+    model: Model,
+    settings: PolicySettings,
+    params: Params,
+    rollout: Rollout,
+    reference: Params | None = None,
+) -> TokenStats:
+    """By a full forward pass; one more for the reference, if there is one."""
+    B, T = rollout.completion.shape
+    temperature, chunk = settings.temperature, settings.vocab_chunk
+    hidden, head = _last_layer(model, params, rollout)
+    logp, entropy = token_logprobs(
+        hidden, head, rollout.completion.reshape(B * T), temperature=temperature, chunk=chunk
+    )
+    kl = None
+    if reference is not None:
+        other = lax.stop_gradient(_last_layer(model, reference, rollout))
+        kl = token_kl(hidden, head, *other, temperature=temperature, chunk=chunk).reshape(B, T)
+    return TokenStats(logp.reshape(B, T), entropy.reshape(B, T), kl)
+
+
+def _last_layer(
+    model: Model, params: Params, rollout: Rollout
+) -> tuple[Float[Array, "BT D"], Float[Array, "V D"]]:
+    """The hidden state that each completion token was drawn from, and the head."""
+    B, T = rollout.completion.shape
+    tokens = jnp.concatenate([rollout.prompt, rollout.completion], 1)
+    mask = jnp.concatenate([rollout.prompt_mask, rollout.mask], 1)
+    hidden = model.hidden(params, tokens, mask)[:, -T - 1 : -1].reshape(B * T, -1)
+    return hidden, model.head(params).astype(hidden.dtype)
+
+
 def sequence_logprobs(
     model: Model, settings: PolicySettings, params: Params, rollout: Rollout
 ) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
     """(log-prob of each completion token, entropy at its place), by a full forward pass."""
-    B, T = rollout.completion.shape
-    tokens = jnp.concatenate([rollout.prompt, rollout.completion], 1)
-    mask = jnp.concatenate([rollout.prompt_mask, rollout.mask], 1)
-    hidden = model.hidden(params, tokens, mask)[:, -T - 1 : -1]
-    logp, entropy = token_logprobs(
-        hidden.reshape(B * T, -1),
-        model.head(params).astype(hidden.dtype),
-        rollout.completion.reshape(B * T),
-        temperature=settings.temperature,
-        chunk=settings.vocab_chunk,
-    )
-    return logp.reshape(B, T), entropy.reshape(B, T)
+    stats = token_stats(model, settings, params, rollout)
+    return stats.logp, stats.entropy
 
 
 def make_logprobs(model: Model, settings: PolicySettings) -> Callable:
@@ -46,12 +78,29 @@ def make_logprobs(model: Model, settings: PolicySettings) -> Callable:
 
     @jax.jit
     def logprobs(params: Params, rollout: Rollout):
-        micro = cut(rollout, settings.micro_batch_rows)
-        logp, entropy = lax.map(partial(sequence_logprobs, model, settings, params), micro)
-        shape = rollout.completion.shape
-        return logp.reshape(shape), entropy.reshape(shape)
+        stats = stats_by_parts(partial(token_stats, model, settings, params), settings, rollout)
+        return stats.logp, stats.entropy
 
     return logprobs
+
+
+def make_exact_kl(model: Model, settings: PolicySettings) -> Callable:
+    """Jitted (params, reference, rollout) -> full-vocabulary KL(policy || reference) [B,T]."""
+
+    @jax.jit
+    def exact_kl(params: Params, reference: Params, rollout: Rollout):
+        forward = partial(token_stats, model, settings, params, reference=reference)
+        return stats_by_parts(forward, settings, rollout).exact_kl
+
+    return exact_kl
+
+
+def stats_by_parts(
+    forward: Callable[[Rollout], TokenStats], settings: PolicySettings, rollout: Rollout
+) -> TokenStats:
+    """`forward` of all rows, a micro-batch at a time."""
+    stats = lax.map(forward, cut(rollout, settings.micro_batch_rows))
+    return jax.tree.map(lambda a: a.reshape(rollout.completion.shape), stats)
 
 
 def cut(tree, most: int):

@@ -5,20 +5,21 @@ but for the sampler and the log-prob pass; shapes are the same at every step.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Key
+from jaxtyping import Array, Bool, Float, Key
 
-from grpo_jax.answers import Answers, RolloutSettings, answer
+from grpo_jax.answers import Answers, RolloutSettings, answer, scored
 from grpo_jax.kernels.advantage import advantage
 from grpo_jax.metrics import gap_metrics, length_metrics, reward_metrics, weight_metrics
 from grpo_jax.rewards.combine import RewardPart
+from grpo_jax.rules import asks, call
 from grpo_jax.tasks.base import Task
 from grpo_jax.tokenizer import Tokenizer
-from grpo_jax.types import Algorithm, Batch, Params, Sampler, TrainingError
+from grpo_jax.types import Algorithm, Batch, Params, Rollout, Sampler, TrainingError
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,7 @@ class Collection:
 
 @dataclass
 class Collector:
-    """Makes one step's `Collection`. `logprobs` is the learner's jitted pass."""
+    """Makes one step's `Collection`. `logprobs` and `exact_kl` are the learner's jitted passes."""
 
     algorithm: Algorithm
     task: Task
@@ -42,47 +43,100 @@ class Collector:
     parts: list[RewardPart]
     settings: RolloutSettings
     logprobs: Callable
-    ref_params: Params | None
+    exact_kl: Callable
     seed: int
+    surplus: Answers | None = None  # groups of earlier steps that wait (`filter.surplus=keep`)
 
-    def collect(self, params: Params, step: int, position: int, key: Key[Array, ""]) -> Collection:
+    def collect(
+        self,
+        params: Params,
+        reference: Params | None,
+        step: int,
+        position: int,
+        key: Key[Array, ""],
+    ) -> Collection:
         """Roll out until N groups pass the filter or the rounds run out.
 
-        `params` must be what the sampler holds; `key` is this step's. Surplus groups of the last
-        round are discarded (as verl does); with too few, `filter.on_exhausted` decides.
+        `params` must be what the sampler holds, loaded as version `step`; `key` is this step's.
+        `reference` is needed where the algorithm has a KL. Groups beyond N are discarded (as verl
+        does) or wait for the next step; with too few, `filter.on_exhausted` decides.
         """
         N, rule = self.settings.prompts, self.algorithm.filter
+        carried, self.surplus = self.surplus, None
+        kept = 0 if carried is None else len(carried)
         rounds: list[tuple[Answers, np.ndarray]] = []
-        while len(rounds) < rule.max_rounds and sum(k.sum() for _, k in rounds) < N:
+        while len(rounds) < rule.max_rounds and kept < N:
             answers = self._round(position, jax.random.fold_in(key, len(rounds)))
             position += N
             rounds.append((answers, self._keep(answers)))
-        kept = int(sum(k.sum() for _, k in rounds))
+            kept += int(rounds[-1][1].sum())
         if kept < N and rule.on_exhausted == "error":
             raise TrainingError(
                 f"dynamic sampling found {kept} of {N} groups in {len(rounds)} rounds at step "
                 f"{step}; raise filter.max_rounds or set filter.on_exhausted=partial"
             )
-        answers, keep = _choose(rounds, N)
+        found = int(sum(k.sum() for _, k in rounds))
+        metrics = self._sampling_metrics([a for a, _ in rounds], found)
+        if carried is not None:
+            rounds.insert(0, (carried, np.ones(len(carried), bool)))
+        answers, keep, rest = _choose(rounds, N)
+        if rule.surplus == "keep":
+            self.surplus = rest
+            metrics["filter/carried_groups"] = 0.0 if carried is None else float(len(carried))
         if kept < N and rule.on_exhausted == "skip":
             keep = np.zeros_like(keep)
-        batch, entropy, extra = self._batch(params, answers, keep)
-        metrics = self._sampling_metrics([a for a, _ in rounds], kept) | extra
-        metrics |= self._batch_metrics(batch, entropy, answers)
+        batch, entropy, extra = self._batch(params, reference, answers, keep, step)
+        metrics |= extra | self._batch_metrics(batch, entropy, answers, step)
         return Collection(batch, answers, position, metrics)
+
+    def waiting(self) -> dict | None:
+        """The surplus as JSON; `restore` makes the same groups of it again."""
+        if self.surplus is None:
+            return None
+        leaves = {f.name: getattr(self.surplus.rollout, f.name) for f in fields(Rollout)}
+        return {
+            "numbers": list(self.surplus.numbers),
+            "greedy": None if self.surplus.greedy is None else self.surplus.greedy.tolist(),
+            "rollout": {name: [str(a.dtype), a.tolist()] for name, a in leaves.items()},
+        }
+
+    def restore(self, waiting: dict | None) -> None:
+        """Take up the surplus of a checkpoint. Prompts and rewards are functions of their numbers
+        and texts, and are made again."""
+        if waiting is None:
+            return
+        rollout = Rollout(**{n: np.array(a, kind) for n, (kind, a) in waiting["rollout"].items()})
+        answers = scored(
+            [self.task.train(number, self.seed) for number in waiting["numbers"]],
+            rollout,
+            task=self.task,
+            tokenizer=self.tokenizer,
+            parts=self.parts,
+        )
+        greedy = waiting["greedy"]
+        self.surplus = replace(
+            answers,
+            numbers=tuple(waiting["numbers"]),
+            greedy=None if greedy is None else np.array(greedy, np.float32),
+        )
 
     def _round(self, position: int, key: Key[Array, ""]) -> Answers:
         numbers = range(position, position + self.settings.prompts)
-        return answer(
-            [self.task.train(number, self.seed) for number in numbers],
-            self.settings.group_size,
-            task=self.task,
-            tokenizer=self.tokenizer,
-            sampler=self.sampler,
-            parts=self.parts,
-            sampling=self.settings.sampling,
-            key=key,
-        )
+        prompts = [self.task.train(number, self.seed) for number in numbers]
+        common = {
+            "task": self.task,
+            "tokenizer": self.tokenizer,
+            "sampler": self.sampler,
+            "parts": self.parts,
+            "key": key,
+        }
+        sampling = self.settings.sampling
+        answers = answer(prompts, self.settings.group_size, sampling=sampling, **common)
+        answers = replace(answers, numbers=tuple(numbers))
+        if asks(self.algorithm.baseline, "greedy"):
+            best = answer(prompts, 1, sampling=sampling._replace(temperature=0.0), **common)
+            answers = replace(answers, greedy=best.rewards.total, extra_tokens=best.lengths.sum())
+        return answers
 
     def _keep(self, answers: Answers) -> Bool[np.ndarray, "N"]:
         on = self.algorithm.filter.on
@@ -92,34 +146,44 @@ class Collector:
         values = answers.rewards.total if on is None else answers.rewards.parts[on]
         return np.asarray(self.algorithm.filter.rule(jnp.asarray(answers.grouped(values))))
 
-    def _batch(self, params: Params, answers: Answers, keep: Bool[np.ndarray, "N"]):
-        """Shaping -> KL in reward -> baseline -> scale: (Batch, entropy, metrics of that KL)."""
-        G, kl = answers.group_size, self.algorithm.kl
-        rollout = jax.tree.map(jnp.asarray, answers.rollout)
-        old_logp, entropy = self.logprobs(params, rollout)
-        ref_logp, extra = None, {}
+    def _batch(
+        self,
+        params: Params,
+        reference: Params | None,
+        answers: Answers,
+        keep: Bool[np.ndarray, "N"],
+        step: int,
+    ):
+        """Shaping -> KL in reward -> combine (baseline, scale): (Batch, entropy, that KL)."""
+        kl, rollout = self.algorithm.kl, jax.tree.map(jnp.asarray, answers.rollout)
+        now_logp, entropy = self.logprobs(params, rollout)
+        # a group that waited was sampled by an earlier policy, which alone knows how likely it was
+        fresh = (rollout.version == step)[:, None]
+        old_logp = jnp.where(fresh, now_logp, rollout.sampler_logp)
+        ref_logp, penalty, extra = None, None, {}
         if kl.active:
-            ref_logp, _ = self.logprobs(self.ref_params, rollout)
-        # groups that only fill the batch up leave every statistic, like unscorable rows
-        reward = np.where(keep[:, None], answers.grouped(answers.rewards.total), np.nan)
-        lengths = jnp.asarray(answers.grouped(answers.lengths), jnp.int32)
-        shaped = self.algorithm.shaping(
-            jnp.asarray(reward, jnp.float32),
-            lengths,
-            jnp.asarray(answers.grouped(answers.rollout.truncated)),
+            ref_logp, _ = self.logprobs(reference, rollout)
+            if kl.where == "reward":
+                exact = self.exact_kl(params, reference, rollout) if kl.exact else None
+                kl_now = kl(old_logp, ref_logp, log_ratio=jnp.zeros_like(old_logp), exact=exact)
+                per_token = jnp.where(rollout.mask, kl_now, 0.0)
+                penalty = kl.coef * per_token.sum(-1).reshape(len(answers), -1)
+                extra["kl"] = float(per_token.sum() / rollout.mask.sum())
+        value, scorable = score_groups(
+            self.algorithm,
+            {part.name: part.weight for part in self.parts},
+            answers,
+            keep,
+            penalty,
         )
-        if ref_logp is not None and kl.where == "reward":
-            per_token = jnp.where(rollout.mask, kl(old_logp, ref_logp), 0.0)
-            shaped = shaped - kl.coef * per_token.sum(-1).reshape(shaped.shape)
-            extra["kl"] = float(per_token.sum() / rollout.mask.sum())
-        value = advantage(self.algorithm.baseline, self.algorithm.scale, shaped, lengths)
+        whole = np.asarray(self.algorithm.truncation(rollout.truncated))
         batch = Batch(
             rollout=rollout,
             advantage=value.reshape(-1),
             old_logp=old_logp,
             ref_logp=ref_logp if kl.where == "loss" else None,
-            keep=jnp.asarray(~np.isnan(reward).reshape(-1)),
-            group=jnp.repeat(jnp.arange(len(answers)), G),
+            keep=jnp.asarray(scorable.reshape(-1) & whole),
+            group=jnp.repeat(jnp.arange(len(answers)), answers.group_size),
         )
         return batch, entropy, extra
 
@@ -147,27 +211,74 @@ class Collector:
             "filter/rounds": float(len(rounds)),
             "filter/kept_groups": float(kept),
             "filter/kept_fraction": kept / len(all_of),
-            "num_tokens_step": float(all_of.lengths.sum()),
+            "num_tokens_step": float(all_of.lengths.sum() + sum(a.extra_tokens for a in rounds)),
         }
 
-    def _batch_metrics(self, batch: Batch, entropy: Array, answers: Answers) -> dict[str, float]:
+    def _batch_metrics(
+        self, batch: Batch, entropy: Array, answers: Answers, step: int
+    ) -> dict[str, float]:
         mask = batch.rollout.mask & batch.keep[:, None]
         weight = np.asarray(self.algorithm.aggregation(mask, batch.group))
         correct = answers.rewards.parts.get("correct")
         if correct is not None:
             correct = answers.grouped(np.nan_to_num(correct) > 0).mean(-1)
         metrics = weight_metrics(weight, np.asarray(batch.advantage), correct)
+        fresh = np.asarray(batch.rollout.version) == step
         return metrics | gap_metrics(
             np.asarray(batch.old_logp),
             np.asarray(batch.rollout.sampler_logp),
             np.asarray(entropy),
-            np.asarray(batch.rollout.mask),
+            np.asarray(batch.rollout.mask) & fresh[:, None],
         )
 
 
-def _choose(rounds: list[tuple[Answers, np.ndarray]], count: int) -> tuple[Answers, np.ndarray]:
-    """The first `count` kept groups; when they are too few, dropped ones (keep False) fill up."""
+def score_groups(
+    algorithm: Algorithm,
+    weights: dict[str, float],
+    answers: Answers,
+    keep: Bool[np.ndarray, "N"],
+    penalty: Float[Array, "N G"] | None,
+) -> tuple[Float[Array, "N G"], Bool[np.ndarray, "N G"]]:
+    """(advantages, which rows have one): filter, shaping, KL in reward, combine, baseline, scale.
+
+    Args:
+      weights: of the reward parts, by name.
+      keep: the groups that the filter keeps. The others only fill the batch up, and leave every
+        statistic, as unscorable rows do.
+      penalty: the KL in the reward, coefficient included; None for none.
+    """
+    total = np.where(keep[:, None], answers.grouped(answers.rewards.total), np.nan)
+    total = jnp.asarray(total, jnp.float32)
+    lengths = jnp.asarray(answers.grouped(answers.lengths), jnp.int32)
+    truncated = jnp.asarray(answers.grouped(answers.rollout.truncated))
+    greedy = None if answers.greedy is None else jnp.asarray(answers.greedy)[:, None]
+
+    def normalise(reward: Float[Array, "N G"]) -> Float[Array, "N G"]:
+        return advantage(algorithm.baseline, algorithm.scale, reward, lengths, greedy)
+
+    # what shaping and the KL add is one more part, so that each part can be normalised alone
+    added = algorithm.shaping(total, lengths, truncated) - total
+    added = added if penalty is None else added - penalty
+    parts = [jnp.asarray(answers.grouped(answers.rewards.parts[name])) for name in weights]
+    parts = [jnp.where(keep[:, None], part, jnp.nan) for part in parts]
+    value = call(
+        algorithm.combine,
+        jnp.stack([*parts, added]).astype(jnp.float32),
+        jnp.asarray([*weights.values(), 1.0], jnp.float32),
+        normalise,
+        length=lengths,
+    )
+    return value, np.asarray(~jnp.isnan(total))
+
+
+def _choose(
+    rounds: list[tuple[Answers, np.ndarray]], count: int
+) -> tuple[Answers, np.ndarray, Answers | None]:
+    """(the first `count` kept groups, keep, kept groups that are left over). Where they are too
+    few, dropped ones (keep False) fill up."""
     answers = Answers.concatenate([a for a, _ in rounds])
     keep = np.concatenate([k for _, k in rounds])
-    order = np.concatenate([np.flatnonzero(keep), np.flatnonzero(~keep)])[:count]
-    return answers.take(order), keep[order]
+    order = np.concatenate([np.flatnonzero(keep), np.flatnonzero(~keep)])
+    rest = np.flatnonzero(keep)[count:]
+    order = order[:count]
+    return answers.take(order), keep[order], answers.take(rest) if len(rest) else None

@@ -21,7 +21,12 @@ from grpo_jax.kernels.advantage import advantage
 from grpo_jax.kernels.filter import mixed
 from grpo_jax.loss import policy_loss
 from grpo_jax.models import tabular
+from grpo_jax.rules import asks, call
 from grpo_jax.types import Algorithm, Batch, Params, Rollout
+
+# stream of the key for rules that draw at random; answers use the key with row numbers, which never
+# get as high
+UPDATE = 2**31 - 1
 
 
 def train(
@@ -55,17 +60,13 @@ def train(
       holds back, mean over the step's updates.
 
     Raises:
-      ValueError: V < N, or a filter that draws anew, skips steps, or looks at another reward than
-        `correct`.
+      ValueError: V < N; a filter that draws anew, skips steps, or looks at another reward than
+        `correct`; or a rule that the table cannot serve (baseline=greedy, kl=exact, a reference or
+        an entropy coefficient that moves).
     """
     if vocab < prompts:
         raise ValueError(f"vocab={vocab}: the answer to prompt {prompts - 1} is not in it")
-    rule = algorithm.filter
-    if rule.max_rounds != 1 or rule.on_exhausted != "partial" or rule.on not in (None, "correct"):
-        raise ValueError(
-            "a tabular training samples once a step and has one reward: it needs "
-            f"filter.max_rounds=1, on_exhausted=partial, on=correct or null, and got {rule}"
-        )
+    _refuse(algorithm)
     rows = jnp.repeat(jnp.arange(prompts), group_size)
     first = tabular.init(prompts, vocab)
     optimizer = optax.sgd(lr)
@@ -74,7 +75,9 @@ def train(
         rollout = tabular.sample(state[0], rows, key, number)
         reward = (rollout.completion[:, 0] == rows).astype(jnp.float32).reshape(prompts, -1)
         batch = _batch(algorithm, rollout, reward, state[0], first)
-        state, clipped = lax.scan(_update(algorithm, optimizer, batch), state, None, inner)
+        noise = jax.random.fold_in(jax.random.fold_in(key, UPDATE), number)
+        noise = jax.random.split(noise, inner)
+        state, clipped = lax.scan(_update(algorithm, optimizer, batch), state, noise)
         right = jnp.diagonal(jax.nn.softmax(state[0]["logits"], axis=-1))
         metrics = {
             "reward": reward.mean(),
@@ -84,6 +87,21 @@ def train(
         return state, metrics | {name: share.mean() for name, share in clipped.items()}
 
     return lax.scan(step, (first, optimizer.init(first)), jnp.arange(steps))[1]
+
+
+def _refuse(algorithm: Algorithm) -> None:
+    rule = algorithm.filter
+    if rule.max_rounds != 1 or rule.on_exhausted != "partial" or rule.on not in (None, "correct"):
+        raise ValueError(
+            "a tabular training samples once a step and has one reward: it needs "
+            f"filter.max_rounds=1, on_exhausted=partial, on=correct or null, and got {rule}"
+        )
+    moves = algorithm.kl.refresh_every or algorithm.entropy.adapt is not None
+    if algorithm.kl.exact or asks(algorithm.baseline, "greedy") or moves:
+        raise ValueError(
+            "a tabular training has no greedy answers and no full-vocabulary KL; its reference and "
+            "its entropy coefficient are fixed"
+        )
 
 
 def _batch(
@@ -103,38 +121,49 @@ def _batch(
     # groups that the filter drops leave every statistic, as unscorable rows do
     shaped = algorithm.shaping(jnp.where(keep, reward, jnp.nan), length, truncated)
     if ref_logp is not None and kl.where == "reward":
-        shaped -= kl.coef * kl(old_logp, ref_logp).reshape(reward.shape)
+        penalty = kl(old_logp, ref_logp, log_ratio=jnp.zeros_like(old_logp))
+        shaped -= kl.coef * penalty.reshape(reward.shape)
+
+    def normalise(reward: Float[Array, "N G"]) -> Float[Array, "N G"]:
+        return advantage(algorithm.baseline, algorithm.scale, reward, length)
+
+    one_part = shaped[None], jnp.ones(1)
+    value = call(algorithm.combine, *one_part, normalise, length=length)
+    whole = algorithm.truncation(rollout.truncated)
     return Batch(
         rollout=rollout,
-        advantage=advantage(algorithm.baseline, algorithm.scale, shaped, length).reshape(-1),
+        advantage=value.reshape(-1),
         old_logp=old_logp,
         ref_logp=ref_logp if kl.where == "loss" else None,
-        keep=keep.reshape(-1),
+        keep=keep.reshape(-1) & whole,
         group=prompts,
     )
 
 
 def _update(algorithm: Algorithm, optimizer: optax.GradientTransformation, batch: Batch):
-    """(state, None) -> (state, clip fractions): one SGD step on all rows of the batch."""
+    """(state, key) -> (state, clip fractions): one SGD step on all rows of the batch."""
     rollout = batch.rollout
     mask = rollout.mask & batch.keep[:, None]
     weight = algorithm.aggregation(mask, batch.group)
 
-    def loss(params: Params):
+    def loss(params: Params, key: Key[Array, ""]):
+        prompts = rollout.prompt[:, 0]
         return policy_loss(
             algorithm,
-            tabular.logps(params, rollout.prompt[:, 0], rollout.completion),
+            tabular.logps(params, prompts, rollout.completion),
             old_logp=batch.old_logp,
             sampler_logp=rollout.sampler_logp,
             ref_logp=batch.ref_logp,
             advantage=batch.advantage,
             mask=mask,
             weight=weight,
+            entropy=tabular.entropy(params, prompts),
+            key=key,
         )
 
-    def update(state, _):
+    def update(state, key):
         params, opt_state = state
-        grad, sums = jax.grad(loss, has_aux=True)(params)
+        grad, sums = jax.grad(loss, has_aux=True)(params, key)
         change, opt_state = optimizer.update(grad, opt_state, params)
         tokens = jnp.maximum(sums["tokens"], 1)
         clipped = {

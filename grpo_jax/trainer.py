@@ -4,7 +4,8 @@ import json
 import time
 from collections.abc import Generator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -12,13 +13,14 @@ import jax.numpy as jnp
 import numpy as np
 from tqdm import tqdm
 
-from grpo_jax import checkpoint
+from grpo_jax import checkpoint, recording
 from grpo_jax.assemble import Run, Work, assemble
 from grpo_jax.folder import claim
 from grpo_jax.learner import minibatches
 from grpo_jax.logging import RunLogger, write_done
 from grpo_jax.optim import updates_made
-from grpo_jax.types import Batch, TrainingError, TrainState
+from grpo_jax.rollout import Collection
+from grpo_jax.types import Batch, Params, TrainingError, TrainState
 
 # streams of the run's root key (the warm start has its own)
 ROLLOUT = 1
@@ -54,10 +56,17 @@ def train(run: Run) -> dict[str, float]:
             # ROLLOUT: prompts -> answers -> rewards -> advantages
             work.sampler.load(state.trainable, step)
             key = jax.random.fold_in(jax.random.fold_in(state.key, ROLLOUT), step)
-            data = work.collector.collect(state.trainable, step, position, key)
+            reference = work.reference if state.reference is None else state.reference
+            data = work.collector.collect(state.trainable, reference, step, position, key)
             position, rolled = data.position, time.perf_counter()
             # UPDATE: epochs x minibatches on that rollout
-            state, metrics = _update(run, work, state, data.batch, step, out)
+            bonus = _entropy_bonus(run, data.metrics["entropy"], out)
+            state, metrics = _recorded_update(run, work, state, data, bonus, step, out)
+            if run.algorithm.entropy.active:
+                metrics["entropy_coef"] = bonus
+            # REFERENCE: moves towards the policy now and then, where the algorithm says so
+            if state.reference is not None and step % run.algorithm.kl.refresh_every == 0:
+                state = _refresh(state, run.algorithm.kl.refresh_mix)
             out.tokens += data.metrics["num_tokens_step"]
             metrics |= data.metrics | {"position": float(position), "num_tokens": out.tokens}
             metrics |= _times(began, rolled, metrics["num_tokens_step"])
@@ -73,7 +82,13 @@ def train(run: Run) -> dict[str, float]:
             _show(out.bar, metrics)
             # SAVE
             if out.manager is not None and (last or step % run.checkpoint.every == 0):
-                loop = {"position": position, "bad": out.bad, "tokens": out.tokens}
+                loop = {
+                    "position": position,
+                    "bad": out.bad,
+                    "tokens": out.tokens,
+                    "entropy_coef": out.entropy_coef,
+                    "waiting": work.collector.waiting(),
+                }
                 checkpoint.save(out.manager, step, state, loop, {"config": run.config})
         if final is None:  # resumed after the last step
             final = _evaluate(work, state, step, out)
@@ -92,13 +107,18 @@ class _Records:
     position: int
     bad: int  # updates in a row that were not finite
     tokens: float  # generated for training so far: what dynamic sampling costs
+    entropy_coef: float  # of the entropy bonus, as far as it has been adapted
 
 
 @contextmanager
 def _records(run: Run, work: Work) -> Generator[_Records]:
     """Open them, resumed if there is something to resume; close them whatever happens."""
+    if run.checkpoint.rollouts_every:
+        recording.keep_reference(run.folder, work.state.trainable)
     with ExitStack() as stack:
-        manager, step, loop = None, 0, {"position": 0, "bad": 0, "tokens": 0.0}
+        manager, step = None, 0
+        loop: dict[str, Any] = {"position": 0, "bad": 0, "tokens": 0.0, "waiting": None}
+        loop["entropy_coef"] = float(run.algorithm.entropy.coef)
         if run.checkpoint.every:
             manager = checkpoint.open(run.folder / "checkpoints", run.checkpoint.keep)
             stack.callback(manager.close)
@@ -111,6 +131,7 @@ def _records(run: Run, work: Work) -> Generator[_Records]:
             if newest is not None:
                 step = newest
                 work.state, loop, _ = checkpoint.restore(manager, newest, work.state)
+                work.collector.restore(loop["waiting"])
         logger = RunLogger(
             run.folder,
             wandb_mode=run.logger.wandb,
@@ -138,6 +159,7 @@ def _records(run: Run, work: Work) -> Generator[_Records]:
                     position=int(loop["position"]),
                     bad=int(loop["bad"]),
                     tokens=float(loop["tokens"]),
+                    entropy_coef=float(loop["entropy_coef"]),
                 )
         except BaseException:
             logger.close(1)
@@ -196,15 +218,55 @@ def _refuse_chance(run: Run, work: Work, base: dict[str, float]) -> None:
         )
 
 
+def _recorded_update(
+    run: Run,
+    work: Work,
+    state: TrainState,
+    data: Collection,
+    bonus: float,
+    step: int,
+    out: _Records,
+) -> tuple[TrainState, dict[str, float]]:
+    """`_update`; now and then, what it was made of is kept (`checkpoint.rollouts_every`)."""
+    every = run.checkpoint.rollouts_every
+    if not every or step % every:
+        return _update(run, work, state, data.batch, bonus, step, out)
+
+    def copied(params: Params | None) -> Params | None:
+        return jax.tree.map(np.array, params)  # updates donate the state
+
+    moment = recording.Moment(
+        step=step,
+        updates=int(state.step),
+        entropy=data.metrics["entropy"],
+        entropy_coef=bonus,
+        weights={part.name: part.weight for part in run.reward},
+        config=run.config,
+    )
+    params = {"before": copied(state.trainable), "reference": copied(state.reference)}
+    state, metrics = _update(run, work, state, data.batch, bonus, step, out)
+    params["after"] = copied(state.trainable)
+    recording.record(run.folder, moment, work.sampler.model.config, data, params)
+    return state, metrics
+
+
 def _update(
-    run: Run, work: Work, state: TrainState, batch: Batch, step: int, out: _Records
+    run: Run,
+    work: Work,
+    state: TrainState,
+    batch: Batch,
+    bonus: float,
+    step: int,
+    out: _Records,
 ) -> tuple[TrainState, dict[str, float]]:
     """All optimizer steps on one rollout; metrics are means over them."""
     rng = np.random.Generator(np.random.Philox(key=np.array([run.seed, step], np.uint64)))
     rows, size = len(batch.advantage), run.rollout.group_size
+    coef = jnp.float32(bonus)
+    reference = work.reference if run.algorithm.kl.exact else None
     steps = []
     for index in minibatches(rows, size, run.train.epochs, run.train.minibatches, rng):
-        state, metrics = work.update(state, batch, jnp.asarray(index))
+        state, metrics = work.update(state, batch, jnp.asarray(index), coef, reference)
         steps.append(metrics)
     steps = jax.device_get(steps)  # one wait for all of them: the device is never idle in between
     for metrics in steps:
@@ -223,6 +285,24 @@ def _update(
         "updates/empty": float(sum(bool(m["empty"]) for m in steps)),
         "learning_rate": float(np.asarray(work.schedule(made))),
     }
+
+
+def _entropy_bonus(run: Run, entropy: float, out: _Records) -> float:
+    """The coefficient of the entropy bonus on this rollout, whose mean entropy is given."""
+    adapt = run.algorithm.entropy.adapt
+    if adapt is None:
+        return out.entropy_coef
+    following, now = adapt(jnp.float32(out.entropy_coef), jnp.float32(entropy))
+    out.entropy_coef = float(following)
+    return float(now)
+
+
+@partial(jax.jit, donate_argnums=0)
+def _refresh(state: TrainState, mix: float) -> TrainState:
+    def move(policy, reference):
+        return mix * policy + (1 - mix) * reference
+
+    return replace(state, reference=jax.tree.map(move, state.trainable, state.reference))
 
 
 def _times(began: float, rolled: float, tokens: float) -> dict[str, float]:

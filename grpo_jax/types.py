@@ -13,6 +13,8 @@ import jax
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key
 
+from grpo_jax.rules import asks, call, sees_all_rows
+
 Leaf = Any  # jax or numpy: a rollout is scored in host memory, and trained on in the device's
 Params = dict[str, Any]  # a nested dict of arrays; everything outside models/ sees nothing else
 
@@ -56,7 +58,8 @@ class TrainState:
     trainable: Params  # float32 masters
     opt_state: Any
     step: Int[Array, ""]  # optimizer updates tried so far, skipped ones included
-    key: Key[Array, ""]
+    key: Key[Array, ""]  # the run's root key: never advanced, streams are folded in
+    reference: Params | None = None  # where it moves (`kl.refresh_every`); else outside
 
 
 @dataclass(frozen=True)
@@ -66,14 +69,34 @@ class Kl:
     estimator: Callable[[Array, Array], Array]
     coef: float
     where: str  # "loss" (GRPO) or "reward" (classic RLHF)
+    refresh_every: int = 0  # rollouts after which the reference moves; 0: it stays (TRL: 512 steps)
+    refresh_mix: float = 0.6  # to mix * policy + (1 - mix) * reference (TR-DPO, arXiv:2404.09656)
 
-    def __call__(self, logp: Array, ref_logp: Array) -> Array:
-        return self.estimator(logp, ref_logp)
+    def __call__(self, logp: Array, ref_logp: Array, **offered: Array | None) -> Array:
+        return call(self.estimator, logp, ref_logp, **offered)
 
     @property
     def active(self) -> bool:
         """Whether a reference policy is needed at all. A traced coefficient may be anything."""
         return not (isinstance(self.coef, int | float) and self.coef == 0)
+
+    @property
+    def exact(self) -> bool:
+        """Whether the estimator needs the whole distributions at each token."""
+        return self.active and asks(self.estimator, "exact")
+
+
+@dataclass(frozen=True)
+class Entropy:
+    """The entropy bonus: its coefficient, and how it follows the entropy (`kernels/entropy.py`)."""
+
+    coef: float  # of the first rollout
+    adapt: Callable[..., tuple[Array, Array]] | None  # None: the coefficient stays
+
+    @property
+    def active(self) -> bool:
+        fixed = self.adapt is None and isinstance(self.coef, int | float)
+        return not (fixed and self.coef == 0)
 
 
 @dataclass(frozen=True)
@@ -84,6 +107,7 @@ class Filter:
     on: str | None  # the reward part that `rule` sees, before shaping; None: the total
     max_rounds: int  # rollouts per step at most; 1 masks the dropped groups and draws no more
     on_exhausted: str  # "partial", "skip" or "error"
+    surplus: str = "drop"  # kept groups beyond the batch: "drop", or "keep" for the next step
 
 
 @dataclass(frozen=True)
@@ -92,13 +116,28 @@ class Algorithm:
 
     shaping: Callable[..., Array]
     filter: Filter
+    truncation: Callable[..., Array]
+    combine: Callable[..., Array]
     baseline: Callable[..., Array]
     scale: Callable[..., Array]
     ratio: Callable[..., Array]
     clip: Callable[..., tuple[Array, Array]]
+    select: Callable[..., Array]
     aggregation: Callable[..., Array]
     kl: Kl
     correction: Callable[..., Array]
+    entropy: Entropy
+
+    @property
+    def needs_entropy(self) -> bool:
+        """Whether the loss needs the policy's entropy at each token."""
+        return self.entropy.active or asks(self.select, "entropy")
+
+    @property
+    def sees_all_rows(self) -> bool:
+        """Whether a rule of the loss compares rows, and so needs the whole minibatch at once."""
+        rules = (self.ratio, self.clip, self.select, self.kl.estimator, self.correction)
+        return any(sees_all_rows(rule) for rule in rules)
 
 
 class SamplingParams(NamedTuple):

@@ -9,14 +9,17 @@ from grpo_jax.kernels import (
     aggregation,
     baseline,
     clip,
+    combine,
     correction,
     filter,
     kl,
     ratio,
     scale,
+    select,
     shaping,
+    truncation,
 )
-from grpo_jax.types import Algorithm, Filter, Kl
+from grpo_jax.types import Algorithm, Entropy, Filter, Kl
 
 RATIO = {
     "token": ratio.token,
@@ -67,6 +70,10 @@ def make_algorithm(**axes) -> Algorithm:
         "aggregation": AGGREGATION["sequence_mean"],
         "kl": Kl(kl.none, 0.0, "loss"),
         "correction": correction.none,
+        "truncation": truncation.keep,
+        "combine": combine.sum_then_normalize,
+        "select": select.none,
+        "entropy": Entropy(0.0, None),
     }
     return Algorithm(**{**article, **axes})
 

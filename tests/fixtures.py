@@ -166,9 +166,11 @@ class Scripted:
         self.prompts: list[list[str]] = []
         self.row_ids: list[list[int]] = []
         self.keys: list[jax.Array] = []
+        self.temperatures: list[float] = []
+        self.version = 0
 
     def load(self, params, version):
-        pass
+        self.version = version
 
     def sample(self, prompts, row_ids, params, key):
         texts = self.calls[min(len(self.prompts), len(self.calls) - 1)]
@@ -177,6 +179,7 @@ class Scripted:
         self.prompts.append([words.decode(ids) for ids in prompts])
         self.row_ids.append(list(row_ids))
         self.keys.append(key)
+        self.temperatures.append(params.temperature)
         ids = [
             words.encode(text[:-1])
             if text.endswith("~")
@@ -189,6 +192,7 @@ class Scripted:
         fields = {
             "sampler_logp": np.where(rollout.mask, self.logp, 0).astype(np.float32),
             "truncated": np.array([text.endswith("~") for text in texts]),
+            "version": np.full(len(texts), self.version, np.int32),
         }
         return Rollout(**{**vars(rollout), **fields})
 
@@ -197,6 +201,11 @@ def constant_logprobs(params, rollout):
     """Stands in for the log-prob pass: every token has `params["logp"]`, every entropy is 2."""
     shape = rollout.completion.shape
     return jnp.full(shape, params["logp"]), jnp.full(shape, 2.0)
+
+
+def constant_exact_kl(params, reference, rollout):
+    """Stands in for the pass of `kl=exact`: each token's KL is the difference of the two numbers."""
+    return jnp.full(rollout.completion.shape, params["logp"] - reference["logp"])
 
 
 def assert_trees_equal(a, b, **tolerance):

@@ -14,6 +14,7 @@ PACKAGE = ROOT / "grpo_jax"
 
 # A module or folder imports only from rows above its own, and from its own folder.
 LAYERS = (
+    {"rules"},
     {"types"},
     {"kernels", "rewards", "stats", "metrics"},
     {"models", "tasks", "tokenizer", "sharding"},
@@ -29,9 +30,10 @@ LAYERS = (
         "folder",
         "tabular_loop",
     },
-    {"assemble"},
-    {"trainer", "check"},
-    {"config"},
+    {"assemble", "recording"},
+    {"trainer", "check", "replay"},
+    {"config", "replay_report"},
+    {"variants"},
 )
 # Inside the package, these libraries are imported here only.
 HOMES = {

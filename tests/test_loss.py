@@ -183,10 +183,12 @@ def test_the_sums_are_what_their_names_say():
         "tokens": mask.sum(),
         "clip_low": (mask & (advantage < 0) & (rho < 0.8)).sum(),
         "clip_high": (mask & (advantage > 0) & (rho > 1.2)).sum(),
+        "selected": mask.sum(),
         "ratio": rho[mask].sum(),
         "kl": k3[mask].sum(),
         "penalty": 0.04 * (weight * k3).sum(),
         "objective": 0.04 * (weight * k3).sum() - loss,
+        "bonus": 0,
     }
     assert expected["clip_low"] > 0
     assert expected["clip_high"] > 0

@@ -14,7 +14,15 @@ from grpo_jax.rewards.combine import RewardPart
 from grpo_jax.rollout import Collector
 from grpo_jax.types import Filter, Kl
 from tests.cases import make_algorithm
-from tests.fixtures import CORRECT, Scripted, characters, constant_logprobs, flat, make_task
+from tests.fixtures import (
+    CORRECT,
+    Scripted,
+    characters,
+    constant_exact_kl,
+    constant_logprobs,
+    flat,
+    make_task,
+)
 
 KEY = jax.random.key(4)
 NOW, REFERENCE = {"logp": -1.0}, {"logp": -1.5}
@@ -26,7 +34,7 @@ def mixed(max_rounds=5, on_exhausted="partial", on="correct"):
     return Filter(filter.mixed, on, max_rounds, on_exhausted)
 
 
-def collector(*calls, prompts=2, group_size=2, parts=(CORRECT,), ref_params=REFERENCE, **axes):
+def collector(*calls, prompts=2, group_size=2, parts=(CORRECT,), **axes):
     return Collector(
         algorithm=make_algorithm(**axes),
         task=make_task(style=lambda text: "one" if text == "1" else "other"),
@@ -35,13 +43,14 @@ def collector(*calls, prompts=2, group_size=2, parts=(CORRECT,), ref_params=REFE
         parts=list(parts),
         settings=RolloutSettings(prompts, group_size, 8, 8, 1.0, 1.0, 0),
         logprobs=constant_logprobs,
-        ref_params=ref_params,
+        exact_kl=constant_exact_kl,
         seed=0,
     )
 
 
 def collect(made, position=0, step=1):
-    return made.collect(NOW, step, position, KEY)
+    made.sampler.load(NOW, step)
+    return made.collect(NOW, REFERENCE, step, position, KEY)
 
 
 def texts_of(data):
@@ -73,7 +82,8 @@ def test_one_round_without_a_filter():
 def test_the_next_step_goes_on_where_this_one_ended_with_other_noise():
     made = collector(MIXED + RIGHT)
     first = collect(made)
-    made.collect(NOW, 2, first.position, jax.random.fold_in(KEY, 2))
+    made.sampler.load(NOW, 2)
+    made.collect(NOW, None, 2, first.position, jax.random.fold_in(KEY, 2))
     assert made.sampler.prompts == [["0:", "1:"], ["2:", "3:"]]
     words = [jax.random.key_data(key).tolist() for key in made.sampler.keys]
     assert words[0] != words[1]
@@ -259,9 +269,11 @@ def test_a_kl_in_the_reward_moves_advantages():
 
 
 def test_without_a_kl_no_reference_is_looked_at():
-    made = collector(MIXED + MIXED, ref_params=None)
-    assert collect(made).batch.ref_logp is None
-    assert collect(replace(made, algorithm=make_algorithm(kl=Kl(kl.k3, 0.0, "loss"))))
+    made = collector(MIXED + MIXED)
+    made.sampler.load(NOW, 1)
+    assert made.collect(NOW, None, 1, 0, KEY).batch.ref_logp is None
+    unpaid = replace(made, algorithm=make_algorithm(kl=Kl(kl.k3, 0.0, "loss")))
+    assert unpaid.collect(NOW, None, 1, 0, KEY).batch.ref_logp is None
 
 
 def test_the_gap_between_sampler_and_trainer_is_measured():

@@ -35,34 +35,86 @@ def token_logprobs(
     Finite for finite logits. Raises ValueError for chunk < 1, or a temperature <= 0 known at trace
     time.
     """
-    if chunk < 1:
-        raise ValueError(f"chunk must be at least 1 vocabulary row, got {chunk}")
-    if isinstance(temperature, int | float) and temperature <= 0:
-        raise ValueError(f"temperature must be above 0, got {temperature}")
-    vocabulary = head.shape[0]
-    count = -(-vocabulary // chunk)
-    width = -(-vocabulary // count)
-    padding = count * width - vocabulary
-    if padding:
-        head = jnp.pad(head, ((0, padding), (0, 0)))
-    chunks = head.reshape(count, width, head.shape[1])
+    _check(temperature, chunk)
+    chunks, starts = _cut(head, chunk)
 
     def body(carry, chunk_and_start):
         rows, start = chunk_and_start
         logits = jnp.einsum("nd,vd->nv", hidden, rows, preferred_element_type=jnp.float32)
-        return _absorb(carry, logits / temperature, targets - start, vocabulary - start), None
+        return _absorb(carry, logits / temperature, targets - start, len(head) - start), None
 
     zeros = jnp.zeros(hidden.shape[0], jnp.float32)
     carry = (jnp.full_like(zeros, _LOWEST), zeros, zeros, zeros)
-    if count == 1:  # within the caller's own bound: keep the logits, don't multiply twice
-        carry, _ = body(carry, (chunks[0], 0))
-    else:
-        starts = jnp.arange(count, dtype=jnp.int32) * width
-        # prevent_cse=False: a scan already keeps XLA from merging forward and recomputation.
-        carry, _ = lax.scan(jax.checkpoint(body, prevent_cse=False), carry, (chunks, starts))
-    top, total, weighted, chosen = carry
+    top, total, weighted, chosen = _fold(body, carry, (chunks, starts))
     log_total = jnp.log(total)
     return chosen - top - log_total, log_total - weighted / total
+
+
+def token_kl(
+    hidden: Float[Array, "N D"],
+    head: Float[Array, "V D"],
+    ref_hidden: Float[Array, "N E"],
+    ref_head: Float[Array, "W E"],
+    *,
+    temperature: float | Float[Array, ""],
+    chunk: int,
+) -> Float[Array, " N"]:
+    """KL(policy || reference) in nats at each position, summed over the whole vocabulary.
+
+    The policy is softmax(hidden @ head.T / temperature), the reference the same of `ref_hidden` and
+    `ref_head`. This is what the estimators of `kernels/kl.py` estimate from one sampled token.
+
+    Types, `temperature` and `chunk` are as in `token_logprobs`, with two arrays of logits in memory
+    instead of one. Returns float32 [N], differentiable in hidden, head and (through the policy)
+    temperature; the reference has no gradient. Not below 0, and 0 for equal logits, up to a
+    rounding error of some 1e-7. Raises ValueError as `token_logprobs`, and for vocabularies of
+    unequal sizes.
+    """
+    _check(temperature, chunk)
+    if len(head) != len(ref_head):
+        raise ValueError(f"the policy has {len(head)} tokens, the reference {len(ref_head)}")
+    ref_hidden, ref_head = lax.stop_gradient((ref_hidden, ref_head))
+    chunks, starts = _cut(head, chunk)
+    ref_chunks, _ = _cut(ref_head, chunk)
+    ref_temperature = lax.stop_gradient(temperature)
+
+    def body(carry, chunk_and_start):
+        rows, ref_rows, start = chunk_and_start
+        logits = jnp.einsum("nd,vd->nv", hidden, rows, preferred_element_type=jnp.float32)
+        ref = jnp.einsum("nd,vd->nv", ref_hidden, ref_rows, preferred_element_type=jnp.float32)
+        scaled = logits / temperature, ref / ref_temperature
+        return _absorb_pair(carry, *scaled, len(head) - start), None
+
+    zeros = jnp.zeros(hidden.shape[0], jnp.float32)
+    lowest = jnp.full_like(zeros, _LOWEST)
+    carry = (lowest, zeros, lowest, zeros, zeros)
+    _, total, _, ref_total, weighted = _fold(body, carry, (chunks, ref_chunks, starts))
+    return weighted / total + jnp.log(ref_total) - jnp.log(total)
+
+
+def _check(temperature: float | Float[Array, ""], chunk: int) -> None:
+    if chunk < 1:
+        raise ValueError(f"chunk must be at least 1 vocabulary row, got {chunk}")
+    if isinstance(temperature, int | float) and temperature <= 0:
+        raise ValueError(f"temperature must be above 0, got {temperature}")
+
+
+def _cut(head: Float[Array, "V D"], chunk: int) -> tuple[Float[Array, "C W D"], Int[Array, " C"]]:
+    """Equal chunks of at most `chunk` rows, the last one padded, and each one's first row."""
+    count = -(-len(head) // chunk)
+    width = -(-len(head) // count)
+    padding = count * width - len(head)
+    if padding:
+        head = jnp.pad(head, ((0, padding), (0, 0)))
+    return head.reshape(count, width, head.shape[1]), jnp.arange(count, dtype=jnp.int32) * width
+
+
+def _fold(body, carry, chunks):
+    """The last carry of `body` over the chunks, whose logits the backward pass computes again."""
+    if len(chunks[0]) == 1:  # within the caller's own bound: keep the logits, don't multiply twice
+        return body(carry, jax.tree.map(lambda a: a[0], chunks))[0]
+    # prevent_cse=False: a scan already keeps XLA from merging forward and recomputation.
+    return lax.scan(jax.checkpoint(body, prevent_cse=False), carry, chunks)[0]
 
 
 def _absorb(carry, logits, local_target, valid):
@@ -74,15 +126,8 @@ def _absorb(carry, logits, local_target, valid):
     """
     top, total, weighted, chosen = carry
     column = jnp.arange(logits.shape[1], dtype=jnp.int32)
-    real = column < valid
-    # Any constant shift gives the same result, so the maximum needs no gradient.
-    peak = lax.stop_gradient(jnp.max(logits, axis=1, initial=_LOWEST, where=real))
-    new_top = jnp.maximum(top, peak)
-    shift = top - new_top
+    new_top, shift, centred, mass = _rescale(top, logits, column < valid)
     decay = jnp.exp(shift)
-    # Padding is masked on the input of exp: neither value nor gradient sees it.
-    centred = jnp.where(real, logits - new_top[:, None], 0.0)
-    mass = jnp.where(real, jnp.exp(centred), 0.0)
     hit = column == local_target[:, None]
     return (
         new_top,
@@ -90,3 +135,36 @@ def _absorb(carry, logits, local_target, valid):
         decay * (weighted + shift * total) + jnp.sum(mass * centred, axis=1),
         chosen + jnp.sum(jnp.where(hit, logits, 0.0), axis=1),
     )
+
+
+def _absorb_pair(carry, logits, ref, valid):
+    """Fold one chunk of policy and reference logits f32[N, W] into a carry of five f32[N].
+
+    They are the policy's (running max, sum e), the reference's, and
+    sum e * ((z - max) - (z_ref - max_ref)) with e of the policy; columns from `valid` on are
+    padding. Both logits are kept relative to their own maximum, so that neither an offset of the
+    one nor of the other costs digits.
+    """
+    top, total, ref_top, ref_total, weighted = carry
+    real = jnp.arange(logits.shape[1], dtype=jnp.int32) < valid
+    new_top, shift, centred, mass = _rescale(top, logits, real)
+    new_ref_top, ref_shift, ref_centred, ref_mass = _rescale(ref_top, ref, real)
+    decay = jnp.exp(shift)
+    return (
+        new_top,
+        decay * total + jnp.sum(mass, axis=1),
+        new_ref_top,
+        jnp.exp(ref_shift) * ref_total + jnp.sum(ref_mass, axis=1),
+        decay * (weighted + (shift - ref_shift) * total)
+        + jnp.sum(mass * (centred - ref_centred), axis=1),
+    )
+
+
+def _rescale(top, logits, real):
+    """(max with this chunk, what the old one is above it, logits relative to it, their exp)."""
+    # Any constant shift gives the same result, so the maximum needs no gradient.
+    peak = lax.stop_gradient(jnp.max(logits, axis=1, initial=_LOWEST, where=real))
+    new_top = jnp.maximum(top, peak)
+    # Padding is masked on the input of exp: neither value nor gradient sees it.
+    centred = jnp.where(real, logits - new_top[:, None], 0.0)
+    return new_top, top - new_top, centred, jnp.where(real, jnp.exp(centred), 0.0)

@@ -26,6 +26,12 @@ def logps(
     return jnp.take_along_axis(table[prompts], tokens, axis=1)
 
 
+def entropy(params: Params, prompts: Int[Array, "B"]) -> Float[Array, "B 1"]:
+    """Entropy (nats, f32) of each row's distribution."""
+    table = jax.nn.log_softmax(params["logits"], axis=-1)
+    return -(jnp.exp(table) * table).sum(-1)[prompts][:, None]
+
+
 def sample(
     params: Params, prompts: Int[Array, "B"], key: Key[Array, ""], step: int | Int[Array, ""]
 ) -> Rollout:

@@ -1,6 +1,7 @@
 """Baseline and scale together (public cases K1, K2, K4, K5)."""
 
 from functools import partial
+from math import comb
 
 import jax
 import jax.numpy as jnp
@@ -53,15 +54,31 @@ def test_k2_the_plain_formula_would_not_pass():
     assert abs(plain[0]) > 0.5
 
 
-@pytest.mark.parametrize("rule", GROUP_BASELINES)
-@pytest.mark.parametrize("divide", ["none", "batch_std", "group_mean", "whiten"])
+SCALES = {
+    "none": scale.none,
+    "group_std": partial(scale.group_std, ddof=0, eps=1e-8),
+    "batch_std": partial(scale.batch_std, ddof=0, eps=1e-8),
+    "group_mean": scale.group_mean,
+    "whiten": partial(scale.whiten, ddof=0, eps=1e-8, hold_tied=True),
+    "whiten_tokens": partial(scale.whiten_tokens, ddof=0, eps=1e-8, hold_tied=True),
+    "pass_at_k_std": partial(scale.pass_at_k_std, k=4, right=0.5),
+    "informative_share": scale.informative_share,
+    "nonzero_share": scale.nonzero_share,
+}
+PASS_AT_4 = partial(baseline.pass_at_k, k=4, right=0.5)
+TO_ZERO = {rule.__name__: rule for rule in (*GROUP_BASELINES, baseline.best_of_group)}
+TO_ZERO |= {"pass_at_k": PASS_AT_4}
+
+
+@pytest.mark.parametrize("divide", SCALES)
+@pytest.mark.parametrize("rule", TO_ZERO)
 def test_a_dead_group_beside_a_live_one_is_exactly_zero_under_every_scale(rule, divide):
-    constants = {"ddof": 0, "eps": 1e-8} if divide in ("batch_std", "whiten") else {}
-    divide = partial(getattr(scale, divide), **constants)
-    reward = jnp.array([[0.7] * 8, [1.0, 0.2, 0.7, 0.7, 0.1, 0.0, 0.3, 0.9]], jnp.float32)
-    adv = advantage(rule, divide, reward, jnp.arange(16).reshape(2, 8))
-    np.testing.assert_array_equal(adv[0], 0)
-    assert jnp.abs(adv[1]).max() > 0.1
+    live = [1.0, 0.2, 0.5, 0.3, 0.1, 0.0, 0.3, 0.9]
+    reward = jnp.array([[0.7] * 8, live, [0.3] * 8, [0.0] * 8], jnp.float32)
+    length = jnp.arange(32).reshape(4, 8)
+    adv = advantage(TO_ZERO[rule], SCALES[divide], reward, length)
+    np.testing.assert_array_equal(adv[jnp.array([0, 2, 3])], 0)
+    assert jnp.abs(adv[1]).max() > 0.05
 
 
 def test_k4_groups_are_the_rows_of_the_matrix():
@@ -79,7 +96,7 @@ def test_k5_an_unscorable_answer_leaves_its_group():
 
 
 def test_a_group_of_one_has_no_advantage():
-    for rule in GROUP_BASELINES:
+    for rule in TO_ZERO.values():
         for ddof in (0, 1):
             np.testing.assert_array_equal(grpo([[1.0]], ddof, 1e-8, rule), 0)
 
@@ -111,3 +128,110 @@ def test_constants_may_be_swept_in_one_jit():
     swept = jax.jit(jax.vmap(f))(jnp.array([0, 1]), jnp.array([1e-8, 1e-4]))
     np.testing.assert_allclose(swept[0], f(0, 1e-8), rtol=1e-6)
     np.testing.assert_allclose(swept[1], f(1, 1e-4), rtol=1e-6)
+
+
+# ---------------------------------------------------------------- what a rule asks for
+
+
+def test_greedy_rewards_reach_the_baseline_that_asks():
+    reward, length = jnp.array([[1.0, 0.0], [1.0, 0.0]]), jnp.ones((2, 2), int)
+    greedy = jnp.array([[0.0], [NAN]])
+    adv = advantage(baseline.greedy, scale.none, reward, length, greedy)
+    np.testing.assert_array_equal(adv, [[1, 0], [0, 0]])
+    other = advantage(baseline.group_mean, scale.none, reward, length, greedy)
+    np.testing.assert_array_equal(other, [[0.5, -0.5]] * 2)
+
+
+def test_a_baseline_that_asks_and_gets_none_is_an_error():
+    reward, length = jnp.array([[1.0, 0.0]]), jnp.ones((1, 2), int)
+    with pytest.raises(ValueError, match="greedy"):
+        advantage(baseline.greedy, scale.none, reward, length)
+    bound = partial(baseline.greedy, greedy=jnp.zeros((1, 1)))
+    np.testing.assert_array_equal(advantage(bound, scale.none, reward, length), reward)
+
+
+def test_lengths_reach_the_scale_that_asks():
+    reward, length = jnp.array([[1.0, 0.0]]), jnp.array([[3, 1]])
+    rule = partial(scale.whiten_tokens, ddof=0, eps=0.0, hold_tied=False)
+    adv = advantage(baseline.none, rule, reward, length)
+    np.testing.assert_allclose(adv, [[0.25 / 0.1875**0.5, -0.75 / 0.1875**0.5]], rtol=1e-6)
+
+
+# ---------------------------------------------------------------- Pass@k and MaxRL
+
+
+@pytest.mark.parametrize("k", [1, 2, 4, 8])
+def test_pass_at_k_as_printed(k):
+    n = 16
+    reward = np.arange(n) < np.arange(n + 1)[:, None]  # 0 to 16 right
+    for right, row in zip(range(n + 1), pass_at_k(reward, k), strict=True):
+        wrong = n - right
+        mean = 1 - comb(wrong, k) / comb(n, k)
+        if mean in (0, 1):
+            np.testing.assert_array_equal(row, 0)
+            continue
+        sigma = np.sqrt(mean * (1 - mean))
+        np.testing.assert_allclose(row[:right], (1 - mean) / sigma, rtol=1e-9)
+        low = (1 - mean - comb(wrong - 1, k - 1) / comb(n - 1, k - 1)) / sigma
+        np.testing.assert_allclose(row[right:], low, rtol=1e-9)
+
+
+def pass_at_k(reward, k):
+    rule = partial(baseline.pass_at_k, k=k, right=0.5)
+    divide = partial(scale.pass_at_k_std, k=k, right=0.5)
+    return binary(rule, divide, reward)
+
+
+def binary(rule, divide, reward):
+    with jax.enable_x64(True):
+        reward = jnp.asarray(reward, float)
+        return np.asarray(advantage(rule, divide, reward, jnp.ones(reward.shape, int)))
+
+
+def gradient_weight(rule, divide, p, size):
+    """c in E[gradient] = c * grad p, from the advantage of a row against what the others are."""
+    others = np.arange(size - 1) < np.arange(size)[:, None]
+    right = binary(rule, divide, np.insert(others, 0, 1, axis=1))[:, 0]
+    wrong = binary(rule, divide, np.insert(others, 0, 0, axis=1))[:, 0]
+    chance = [comb(size - 1, i) * p**i * (1 - p) ** (size - 1 - i) for i in range(size)]
+    return np.dot(chance, right - wrong)
+
+
+@pytest.mark.parametrize(
+    ("p", "weight"), [(0.02, 2.24), (0.05, 1.81), (0.1, 1.38), (0.25, 0.83), (0.5, 0.45)]
+)
+def test_the_gradient_weight_of_pass_at_4_of_32(p, weight):
+    rules = PASS_AT_4, partial(scale.pass_at_k_std, k=4, right=0.5)
+    np.testing.assert_allclose(gradient_weight(*rules, p, 32), weight, atol=0.0051)
+
+
+@pytest.mark.parametrize("k", [1, 4, 7])
+@pytest.mark.parametrize("p", [0.02, 0.1, 0.5])
+def test_undivided_the_weight_is_the_slope_of_pass_at_k(p, k):
+    rule, size = partial(baseline.pass_at_k, k=k, right=0.5), 32
+    slope = k * (1 - p) ** (k - 1)  # of 1 - (1 - p)^k
+    weight = gradient_weight(rule, scale.none, p, size)
+    np.testing.assert_allclose(weight, slope * (size - k) / (size * k), rtol=1e-9)
+
+
+@pytest.mark.parametrize("p", [0.01, 0.05, 0.1, 0.25, 0.5])
+def test_the_gradient_weights_of_maxrl_rloo_and_the_plain_mean(p):
+    size = 16
+    maxrl = gradient_weight(baseline.group_mean, scale.group_mean, p, size)
+    np.testing.assert_allclose(maxrl, (1 - (1 - p) ** (size - 1)) / p, rtol=1e-9)
+    plain = gradient_weight(baseline.group_mean, scale.none, p, size)
+    np.testing.assert_allclose(plain, (size - 1) / size, rtol=1e-9)
+    rloo = gradient_weight(baseline.leave_one_out, scale.none, p, size)
+    np.testing.assert_allclose(rloo, 1, rtol=1e-9)
+
+
+def test_maxrl_by_hand():
+    adv = advantage(
+        baseline.group_mean,
+        scale.group_mean,
+        jnp.array([[1.0, 0.0, 0.0, 0.0], [1.0, 1.0, 1.0, 0.0], [0.0] * 4]),
+        jnp.ones((3, 4), int),
+    )
+    np.testing.assert_allclose(
+        adv, [[3, -1, -1, -1], [1 / 3, 1 / 3, 1 / 3, -1], [0] * 4], rtol=1e-6
+    )

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from grpo_jax.kernels import aggregation
+from grpo_jax.policy import cut
 from tests.cases import AGGREGATION
 
 MASK = jnp.array([[True, True, False, False], [True] * 4])
@@ -106,3 +107,57 @@ def test_length_may_be_traced_and_float64_is_kept():
     with jax.enable_x64(True):
         for rule in AGGREGATION.values():
             assert rule(MASK, GROUP).dtype == jnp.float64
+
+
+def test_token_sum_weighs_every_token_one():
+    np.testing.assert_array_equal(aggregation.token_sum(MASK, GROUP), MASK)
+
+
+def local(mask, rows, rule=aggregation.token_mean, group=None):
+    group = jnp.zeros(len(mask), int) if group is None else group
+    return np.asarray(aggregation.local(mask, group, rows=rows, rule=rule))
+
+
+def test_local_averages_the_means_of_consecutive_micro_batches():
+    mask = jnp.arange(4) < jnp.array([[4], [2], [1], [1]])
+    np.testing.assert_allclose(local(mask, 4), aggregation.token_mean(mask, jnp.zeros(4, int)))
+    expected = np.array([1 / 12, 1 / 12, 1 / 4, 1 / 4])[:, None] * np.asarray(mask)
+    np.testing.assert_allclose(local(mask, 2), expected, rtol=1e-6)
+    alone = np.array([1 / 16, 1 / 8, 1 / 4, 1 / 4])[:, None] * np.asarray(mask)
+    np.testing.assert_allclose(local(mask, 1), alone, rtol=1e-6)
+
+
+def test_local_is_the_peers_bug():
+    averaged = float((local(MASK, 1) * LOSS).sum())
+    assert averaged == pytest.approx(1.5)  # of test_k7; 1.6666667 is right
+
+
+@pytest.mark.parametrize(("rows", "taken"), [(12, 12), (100, 12), (8, 6), (5, 4), (3, 3), (1, 1)])
+def test_local_cuts_as_the_learner_does(rows, taken):
+    mask = jnp.arange(6) < jnp.arange(12)[:, None] % 7
+    parts = [
+        aggregation.token_mean(mask[i : i + taken], jnp.zeros(taken, int)) * taken / 12
+        for i in range(0, 12, taken)
+    ]
+    np.testing.assert_allclose(local(mask, rows), np.concatenate(parts), rtol=1e-6)
+    assert cut(mask, rows).shape[:2] == (12 // taken, taken)
+
+
+def test_local_takes_any_rule_and_a_count_of_rows_does_not_mind():
+    mask = jnp.arange(6) < jnp.arange(12)[:, None] % 7
+    group = jnp.repeat(jnp.arange(3), 4)
+    whole = aggregation.sequence_mean(mask, group)
+    np.testing.assert_allclose(local(mask, 4, aggregation.sequence_mean), whole, rtol=1e-6)
+    whole = aggregation.prompt_mean(mask, group)  # micro-batches of whole groups
+    np.testing.assert_allclose(local(mask, 4, aggregation.prompt_mean, group), whole, rtol=1e-6)
+    assert np.abs(local(mask, 3, aggregation.prompt_mean, group) - whole).max() > 0.01
+    jitted = jax.jit(partial(aggregation.local, rows=4, rule=aggregation.token_mean))
+    np.testing.assert_array_equal(jitted(mask, group), local(mask, 4))
+
+
+def test_local_of_empty_micro_batches_is_finite_and_they_count():
+    mask = jnp.array([[True, True], [False, False]])
+    np.testing.assert_array_equal(local(mask, 1), [[0.25, 0.25], [0, 0]])
+    np.testing.assert_array_equal(local(jnp.zeros((2, 2), bool), 1), 0)
+    with pytest.raises(ValueError, match="rows=0 should be 1 or more"):
+        local(mask, 0)

@@ -7,12 +7,32 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from grpo_jax.kernels import clip
+from grpo_jax.kernels import clip, clip_covariance
 
 SYMMETRIC = partial(clip.bounded, low=0.2, high=0.2)
 HIGHER = partial(clip.bounded, low=0.2, high=0.28)
 DUAL = partial(clip.dual, low=0.2, high=0.2, cap=3.0)
 CISPO = partial(clip.cispo, low=1.0, high=0.28)
+
+
+def vespo(log_ratio, advantage, logp, mask):
+    """With weights of 1, and what must not be seen behind the mask."""
+    correction = jnp.where(mask, jnp.ones_like(logp), jnp.nan)
+    how = {"correction": correction, "correction_level": "token"}
+    constants = {"k_positive": 2.0, "lambda_positive": 3.0, "k_negative": 3.0}
+    constants["lambda_negative"] = 2.0
+    return clip.vespo(log_ratio, advantage, logp, mask, **how, **constants)
+
+
+def clip_cov(log_ratio, advantage, logp, mask):
+    """It draws half of the tokens with any covariance."""
+    constants = {"low": 0.2, "high": 0.2, "covariance_low": -1e9, "covariance_high": 1e9}
+    key = jax.random.key(0)
+    return clip_covariance.clip_cov(
+        log_ratio, advantage, logp, mask, key=key, share=0.5, **constants
+    )
+
+
 EVERY = {
     "symmetric": SYMMETRIC,
     "higher": HIGHER,
@@ -20,6 +40,15 @@ EVERY = {
     "cispo": CISPO,
     "none": clip.none,
     "importance": clip.importance,
+    "cispo_cap": partial(clip.cispo_cap, cap=5.0),
+    "delta": partial(clip.delta, low=0.2, high=0.2, delta=4.0),
+    "sapo": partial(clip.sapo, tau_positive=1.0, tau_negative=1.05),
+    "gmpo": partial(clip.gmpo, low=0.4, high=0.4),
+    "vespo": vespo,
+    "dppo_tv": partial(clip.dppo_tv, low=0.2, high=0.2, cap=20.0),
+    "dppo_kl": partial(clip.dppo_kl, low=0.2, high=0.2, cap=20.0),
+    "clip_cov": clip_cov,
+    "kl_cov": partial(clip_covariance.kl_cov, share=0.5, coef=0.1),
 }
 
 
@@ -114,10 +143,6 @@ def test_k15_cispo_clips_the_weight_and_keeps_the_gradient(advantage):
     assert at(floor, 0.5, advantage)[2] == pytest.approx(0.8 * advantage, rel=1e-5)
 
 
-def test_cispo_reads_trls_absolute_cap_as_one_more_than_high():
-    assert at(partial(clip.cispo, low=1.0, high=4.0), 30, 1)[2] == pytest.approx(5, rel=1e-6)
-
-
 def test_none_is_reinforce_and_importance_is_unbounded():
     assert at(clip.none, 7.0, 0.5, logp=-2.0) == (-1.0, False, 0.5)
     value, clipped, gradient = at(clip.importance, 7.0, 0.5)
@@ -154,6 +179,23 @@ def test_a_ratio_that_would_overflow_stays_finite(rule, sign):
     value, gradient = jax.value_and_grad(lambda x: rule(x, advantage, x, mask)[0].sum())(log_ratio)
     assert jnp.isfinite(value)
     assert jnp.isfinite(gradient).all()
+
+
+@pytest.mark.parametrize("rule", EVERY.values(), ids=EVERY)
+def test_a_batch_of_nothing_is_nothing(rule):
+    x, mask = jnp.full((2, 3), jnp.nan), jnp.zeros((2, 3), bool)
+    value, gradient = jax.value_and_grad(lambda x: rule(x, x[:, :1], x, mask)[0].sum())(x)
+    assert value == 0
+    np.testing.assert_array_equal(gradient, 0)
+    assert not rule(x, x[:, :1], x, mask)[1].any()
+
+
+@pytest.mark.parametrize("rule", EVERY.values(), ids=EVERY)
+def test_the_dtype_is_that_of_the_input(rule):
+    with jax.enable_x64(True):
+        x = jnp.array([[0.1, -0.2], [0.3, -0.5]], jnp.float32)
+        objective, clipped = rule(x, x[:, :1], x, jnp.ones((2, 2), bool))
+    assert (objective.dtype, clipped.dtype) == (jnp.float32, jnp.bool)
 
 
 @pytest.mark.parametrize("rule", EVERY.values(), ids=EVERY)

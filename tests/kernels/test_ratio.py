@@ -10,7 +10,7 @@ from grpo_jax.kernels import ratio
 LOG = jnp.array([[0.2, -0.1, 0.4, 9.0], [0.3, 0.3, 9.0, 9.0]])  # 9.0 lies behind the mask
 OLD = jnp.array([[-1.0, -2.0, -3.0, -4.0], [-0.5, -1.5, -2.5, -3.5]])
 MASK = jnp.array([[True, True, True, False], [True, True, False, False]])
-EVERY = [ratio.token, ratio.sequence, ratio.sequence_sum]
+EVERY = [ratio.token, ratio.sequence, ratio.sequence_sum, ratio.sequence_token]
 
 
 def test_token_is_the_difference():
@@ -63,3 +63,32 @@ def test_on_policy_the_log_ratio_is_exactly_zero_and_its_gradient_is_not(rule):
 def test_a_nan_in_front_of_the_mask_stays_visible():
     for rule in EVERY:
         assert jnp.isnan(rule(OLD.at[0, 0].set(jnp.nan), OLD, MASK)[0, 0])
+
+
+def test_sequence_token_has_the_value_of_the_row_and_the_gradient_of_the_token():
+    logp = OLD + LOG
+    value, vjp = jax.vjp(lambda x: ratio.sequence_token(x, OLD, MASK), logp)
+    np.testing.assert_allclose(value, ratio.sequence(logp, OLD, MASK), atol=1e-7)
+    np.testing.assert_allclose(value[0], [1 / 6, 1 / 6, 1 / 6, 0], rtol=1e-5)
+    for i, t in ((0, 0), (0, 2), (1, 1)):
+        at = jnp.zeros_like(LOG).at[i, t].set(1)
+        np.testing.assert_array_equal(vjp(at)[0], at)  # no other token's, and not 1/n of it
+
+
+def loss(rule, advantage):
+    """The gradient of the mean over each row of exp(ratio) * advantage."""
+    f = lambda x: jnp.where(MASK, jnp.exp(rule(x, OLD, MASK)) * advantage, 0)  # noqa: E731
+    n = MASK.sum(1, keepdims=True)
+    return jax.grad(lambda x: (f(x) / n).sum())(OLD + LOG)
+
+
+def test_sequence_token_is_sequence_while_a_row_has_one_advantage():
+    by_row = jnp.array([[1.5], [-0.5]])
+    same = [loss(rule, by_row) for rule in (ratio.sequence, ratio.sequence_token)]
+    np.testing.assert_allclose(*same, rtol=1e-5)
+    by_token = jnp.array([[1.5, 0.0, -1.0, 0.0], [1.0, 2.0, 0.0, 0.0]])
+    shared, own = (loss(rule, by_token) for rule in (ratio.sequence, ratio.sequence_token))
+    s = jnp.exp(jnp.array([0.5 / 3, 0.3]))[:, None] / MASK.sum(1, keepdims=True)  # s_i / n_i
+    np.testing.assert_allclose(own, jnp.where(MASK, s * by_token, 0), rtol=1e-5, atol=1e-7)
+    mean = by_token.sum(1, keepdims=True) / MASK.sum(1, keepdims=True)
+    np.testing.assert_allclose(shared, jnp.where(MASK, s * mean, 0), rtol=1e-5, atol=1e-7)
