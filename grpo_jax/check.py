@@ -16,7 +16,7 @@ AXES_WITH_CONSTANTS = (
 )
 ABOVE_ZERO = (
     *("limit", "length", "cap", "delta", "share", "rows", "k"),
-    *("tau_positive", "tau_negative"),
+    *("tau_positive", "tau_negative", "refresh_mix"),
 )
 AT_MOST_ONE = ("buffer_share", "share", "refresh_mix")
 # In a run, by attribute.
@@ -204,6 +204,14 @@ def _axis_values(config: dict[str, Any]) -> Iterator[str]:
     yield from _axes_fit(config)
 
 
+def _level(correction: dict[str, Any]) -> str | None:
+    """Whether a correction has weights of tokens or of whole answers; None: it has none."""
+    if "rule" in correction:
+        return _level(correction["rule"])
+    name = correction["_target_"].rsplit(".", 1)[-1].split("_")[0]
+    return name if name in ("token", "sequence") else None
+
+
 def _nested_constants(where: str, node: dict[str, Any]) -> Iterator[str]:
     """Of this project's own functions. What a user's function means by `low` is not known here."""
     if node["_target_"].startswith(("grpo_jax.kernels.", "grpo_jax.types.")):
@@ -228,6 +236,22 @@ def _axes_fit(config: dict[str, Any]) -> Iterator[str]:
             "scale.hold_tied=true with baseline=none: groups in which every answer got 0 would be "
             "left alone, where they are below the mean"
         )
+    clip, correction = config["clip"], config["correction"]
+    if _is(clip, "clip.vespo"):
+        level = clip["correction_level"]
+        if level not in ("token", "sequence"):
+            yield f"clip.correction_level={level!r}: token or sequence"
+        elif correction["_target_"].startswith(f"{KERNELS}correction.") and (
+            _level(correction) not in (level, None)
+        ):
+            yield (
+                f"clip.correction_level={level} beside a correction by {_level(correction)}: they "
+                "have to agree"
+            )
+    if _is(correction, "correction.batch_normalised") and _is(
+        correction["rule"], "correction.off_policy_sequence"
+    ):
+        yield "correction.rule: off_policy_sequence can hold batch_normalised, and not be in it"
     alone = _is(config["combine"], "combine.normalize_then_sum")
     if alone and _is(baseline, "baseline.greedy"):
         yield (
@@ -321,8 +345,11 @@ def _fits(run: Run) -> Iterator[str]:
     if run.config["scale"].get("ddof", 0) >= rollout.group_size:
         yield "scale.ddof must be below rollout.group_size"
     k = run.config["baseline"].get("k", 0)
-    if _is(run.config["baseline"], "baseline.pass_at_k") and k > rollout.group_size:
-        yield f"baseline.k={k} answers can't be drawn from rollout.group_size={rollout.group_size}"
+    if _is(run.config["baseline"], "baseline.pass_at_k") and k >= rollout.group_size:
+        yield (
+            f"baseline.k={k} of rollout.group_size={rollout.group_size}: k has to be smaller: a "
+            "draw of the whole group has no other to be compared with, and every advantage is 0"
+        )
     shape, path = run.model.shape, run.model.path
     if (path is None) == (shape is None):
         yield "model: give either model.path or model.shape"

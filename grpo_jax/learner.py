@@ -71,30 +71,32 @@ def make_gradient(algorithm: Algorithm, model: Model, settings: PolicySettings) 
         exact = algorithm.kl.exact and algorithm.kl.where == "loss"
         return token_stats(model, settings, params, rollout, reference if exact else None)
 
-    def loss(entropy_coef, key, stats: TokenStats, batch: Batch, mask, weight):
-        return policy_loss(
-            algorithm,
-            stats.logp,
-            old_logp=batch.old_logp,
-            sampler_logp=batch.rollout.sampler_logp,
-            ref_logp=batch.ref_logp,
-            advantage=batch.advantage,
-            mask=mask,
-            weight=weight,
-            entropy=stats.entropy if algorithm.needs_entropy else None,
-            entropy_coef=entropy_coef,
-            exact_kl=stats.exact_kl,
-            key=key,
-        )
-
     def gradient(params: Params, batch: Batch, entropy_coef, reference, key):
         mask = batch.rollout.mask & batch.keep[:, None]
         weight = algorithm.aggregation(mask, batch.group)
-        ahead, value = partial(forward, reference), partial(loss, entropy_coef, key)
+        ahead, value = partial(forward, reference), partial(loss, algorithm, entropy_coef, key)
         how = _all_rows_at_once if algorithm.sees_all_rows else _part_by_part
         return how(ahead, value, settings, params, batch, mask, weight)
 
     return gradient
+
+
+def loss(algorithm: Algorithm, entropy_coef, key, stats: TokenStats, batch: Batch, mask, weight):
+    """`policy_loss` of a batch, or of some of its rows, whose tokens `mask` counts."""
+    return policy_loss(
+        algorithm,
+        stats.logp,
+        old_logp=batch.old_logp,
+        sampler_logp=batch.rollout.sampler_logp,
+        ref_logp=batch.ref_logp,
+        advantage=batch.advantage,
+        mask=mask,
+        weight=weight,
+        entropy=stats.entropy if algorithm.needs_entropy else None,
+        entropy_coef=entropy_coef,
+        exact_kl=stats.exact_kl,
+        key=key,
+    )
 
 
 def _part_by_part(forward, loss, settings: PolicySettings, params: Params, batch: Batch, *rest):

@@ -66,14 +66,9 @@ def policy_loss(
     terms = {"objective": objective, "penalty": algorithm.kl.coef * kl, "bonus": bonus}
     total = {name: masked_sum(weight * term, mask) for name, term in terms.items()}
     loss = total["penalty"] - total["objective"] - total["bonus"]
-
-    count = {
-        "tokens": mask,
-        "selected": selected & mask,
-        "clip_low": clipped & (advantage < 0) & mask,
-        "clip_high": clipped & (advantage > 0) & mask,
-    }
-    sums = {name: which.sum().astype(logp.dtype) for name, which in count.items()} | total
+    low, high = clipped & (advantage < 0), clipped & (advantage > 0)
+    count = {"tokens": mask, "selected": selected, "clip_low": low, "clip_high": high}
+    sums = {name: (which & mask).sum().astype(logp.dtype) for name, which in count.items()} | total
     sums |= {"ratio": masked_sum(bounded_exp(log_ratio), mask), "kl": masked_sum(kl, mask)}
     return loss, jax.lax.stop_gradient(sums)
 

@@ -95,7 +95,7 @@ def record(
         if tree is not None:
             save_params(part / f"{name}.safetensors", tree)
     with open(part / ARRAYS, "wb") as file:
-        np.savez_compressed(file, **_arrays(data))
+        np.savez_compressed(file, allow_pickle=False, **_arrays(data))
     answers = data.answers
     texts = {
         "shape": asdict(shape),
@@ -217,7 +217,7 @@ def _answers(meta: dict[str, Any], arrays: dict[str, np.ndarray]) -> Answers:
     )
 
 
-def _shape(values: dict[str, Any]) -> LlamaConfig:
-    scaling = values["rope_scaling"]
+def _shape(values: Any) -> LlamaConfig:
+    scaling = values.pop("rope_scaling")
     scaling = None if scaling is None else Llama3Scaling(**scaling)
-    return LlamaConfig(**{**values, "rope_scaling": scaling})
+    return LlamaConfig(rope_scaling=scaling, **values)

@@ -377,3 +377,15 @@ def _read_yaml(path: Path):
 
 def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def markdown(rows: Sequence[Sequence[str]]) -> str:
+    """A padded Markdown table, so that it also reads well in a terminal."""
+    rows = [[cell.replace("|", "\\|") for cell in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [
+        "| " + " | ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)) + " |"
+        for row in rows
+    ]
+    lines.insert(1, "|" + "|".join("-" * (width + 2) for width in widths) + "|")
+    return "\n".join(lines)

@@ -169,22 +169,9 @@ class Collector:
                 per_token = jnp.where(rollout.mask, kl_now, 0.0)
                 penalty = kl.coef * per_token.sum(-1).reshape(len(answers), -1)
                 extra["kl"] = float(per_token.sum() / rollout.mask.sum())
-        value, scorable = score_groups(
-            self.algorithm,
-            {part.name: part.weight for part in self.parts},
-            answers,
-            keep,
-            penalty,
-        )
-        whole = np.asarray(self.algorithm.truncation(rollout.truncated))
-        batch = Batch(
-            rollout=rollout,
-            advantage=value.reshape(-1),
-            old_logp=old_logp,
-            ref_logp=ref_logp if kl.where == "loss" else None,
-            keep=jnp.asarray(scorable.reshape(-1) & whole),
-            group=jnp.repeat(jnp.arange(len(answers)), answers.group_size),
-        )
+        weights = {part.name: part.weight for part in self.parts}
+        known = old_logp, ref_logp, penalty
+        batch = make_batch(self.algorithm, weights, answers, keep, rollout, *known)
         return batch, entropy, extra
 
     def _sampling_metrics(self, rounds: list[Answers], kept: int) -> dict[str, float]:
@@ -230,6 +217,30 @@ class Collector:
             np.asarray(entropy),
             np.asarray(batch.rollout.mask) & fresh[:, None],
         )
+
+
+def make_batch(
+    algorithm: Algorithm,
+    weights: dict[str, float],
+    answers: Answers,
+    keep: Bool[np.ndarray, "N"],
+    rollout: Rollout,
+    old_logp: Float[Array, "B T"],
+    ref_logp: Float[Array, "B T"] | None,
+    penalty: Float[Array, "N G"] | None,
+) -> Batch:
+    """What the learner gets of these answers; `rollout` is theirs, on the device. The others as in
+    `score_groups`."""
+    value, scorable = score_groups(algorithm, weights, answers, keep, penalty)
+    whole = np.asarray(algorithm.truncation(rollout.truncated))
+    return Batch(
+        rollout=rollout,
+        advantage=value.reshape(-1),
+        old_logp=old_logp,
+        ref_logp=ref_logp if algorithm.kl.where == "loss" else None,
+        keep=jnp.asarray(scorable.reshape(-1) & whole),
+        group=jnp.repeat(jnp.arange(len(answers)), answers.group_size),
+    )
 
 
 def score_groups(

@@ -82,13 +82,7 @@ def train(run: Run) -> dict[str, float]:
             _show(out.bar, metrics)
             # SAVE
             if out.manager is not None and (last or step % run.checkpoint.every == 0):
-                loop = {
-                    "position": position,
-                    "bad": out.bad,
-                    "tokens": out.tokens,
-                    "entropy_coef": out.entropy_coef,
-                    "waiting": work.collector.waiting(),
-                }
+                loop = _loop(work, out, position)
                 checkpoint.save(out.manager, step, state, loop, {"config": run.config})
         if final is None:  # resumed after the last step
             final = _evaluate(work, state, step, out)
@@ -165,6 +159,17 @@ def _records(run: Run, work: Work) -> Generator[_Records]:
             logger.close(1)
             raise
         logger.close(0)
+
+
+def _loop(work: Work, out: _Records, position: int) -> dict[str, Any]:
+    """What a checkpoint keeps of the loop; `_records` takes it up again."""
+    return {
+        "position": position,
+        "bad": out.bad,
+        "tokens": out.tokens,
+        "entropy_coef": out.entropy_coef,
+        "waiting": work.collector.waiting(),
+    }
 
 
 def _finished(run: Run) -> dict[str, float] | None:

@@ -66,7 +66,7 @@ class TrainState:
 class Kl:
     """The KL penalty: an estimator (`kernels/kl.py`), its coefficient, and where it acts."""
 
-    estimator: Callable[[Array, Array], Array]
+    estimator: Callable[..., Array]
     coef: float
     where: str  # "loss" (GRPO) or "reward" (classic RLHF)
     refresh_every: int = 0  # rollouts after which the reference moves; 0: it stays (TRL: 512 steps)

@@ -89,18 +89,6 @@ def difference_table(
     return rows
 
 
-def markdown(rows: Sequence[Sequence[str]]) -> str:
-    """A padded Markdown table, so that it also reads well in a terminal."""
-    rows = [[cell.replace("|", "\\|") for cell in row] for row in rows]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [
-        "| " + " | ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)) + " |"
-        for row in rows
-    ]
-    lines.insert(1, "|" + "|".join("-" * (width + 2) for width in widths) + "|")
-    return "\n".join(lines)
-
-
 def summary(sweep: report.Sweep, metrics: Sequence[str]) -> str:
     """CSV, one row a run (also those left out): overrides, seed, status, last step, finals."""
     keys = sorted({key for run in sweep.runs for key in run.overrides})
@@ -133,10 +121,14 @@ def tables(sweep: report.Sweep, metrics: Sequence[str], baseline: report.Group |
         shared = ", ".join(f"`{key}={value}`" for key, value in sweep.common.items())
         parts[0] += f" The same in all: {shared}."
     if baseline is not None:
-        parts += ["## Final values", FINAL_NOTE, markdown(final_table(sweep, metrics))]
+        parts += ["## Final values", FINAL_NOTE, report.markdown(final_table(sweep, metrics))]
         differences = difference_table(sweep, metrics, baseline)
         if len(differences) > 1:
-            parts += [f"## Differences from {baseline.label}", PAIRED_NOTE, markdown(differences)]
+            parts += [
+                f"## Differences from {baseline.label}",
+                PAIRED_NOTE,
+                report.markdown(differences),
+            ]
         elif len(sweep.groups) > 1:
             parts += ["No paired differences: fewer than two common seeds."]
     return "\n\n".join(parts)

@@ -2,6 +2,7 @@
 
 from functools import partial
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -9,6 +10,7 @@ from grpo_jax.kernels import (
     aggregation,
     baseline,
     clip,
+    clip_covariance,
     combine,
     correction,
     filter,
@@ -25,7 +27,11 @@ RATIO = {
     "token": ratio.token,
     "sequence": ratio.sequence,
     "sequence_sum": ratio.sequence_sum,
+    "sequence_token": ratio.sequence_token,
 }
+DPPO = {"low": 0.05, "high": 0.05, "cap": 1.2}
+VESPO = {"k_positive": 2.0, "lambda_positive": 3.0, "k_negative": 3.0, "lambda_negative": 2.0}
+COVARIANCE = {"covariance_low": 0.1, "covariance_high": 5.0}
 CLIP = {
     "symmetric": partial(clip.bounded, low=0.2, high=0.2),
     "higher": partial(clip.bounded, low=0.2, high=0.28),
@@ -33,29 +39,56 @@ CLIP = {
     "cispo": partial(clip.cispo, low=1.0, high=0.28),
     "none": clip.none,
     "importance": clip.importance,
+    "delta": partial(clip.delta, low=0.2, high=0.2, delta=1.5),
+    "cispo_cap": partial(clip.cispo_cap, cap=1.2),
+    "sapo": partial(clip.sapo, tau_positive=1.0, tau_negative=1.05),
+    "gmpo": partial(clip.gmpo, low=0.4, high=0.4),
+    "vespo": partial(clip.vespo, correction_level="token", **VESPO),
+    "dppo_tv": partial(clip.dppo_tv, **DPPO),
+    "dppo_kl": partial(clip.dppo_kl, **DPPO),
+    "clip_cov": partial(clip_covariance.clip_cov, low=0.2, high=0.2, share=0.1, **COVARIANCE),
+    "kl_cov": partial(clip_covariance.kl_cov, share=0.1, coef=0.5),
 }
+SELECT = {"none": select.none, "top_entropy": partial(select.top_entropy, share=0.4)}
 AGGREGATION = {
     "sequence_mean": aggregation.sequence_mean,
     "token_mean": aggregation.token_mean,
     "prompt_mean": aggregation.prompt_mean,
     "constant": partial(aggregation.constant, length=16),
     "sequence_sum": aggregation.sequence_sum,
+    "token_sum": aggregation.token_sum,
+    "local": partial(aggregation.local, rows=4, rule=aggregation.token_mean),
 }
-KL = {name: Kl(getattr(kl, name), 0.04, "loss") for name in ("k1", "k2", "k3")}
+KL = {
+    name: Kl(getattr(kl, name), 0.04, "loss")
+    for name in ("k1", "k2", "k3", "k3_weighted", "k3_plus", "absolute", "exact")
+}
+TRUNCATE = partial(correction.token_truncate, cap=1.1)
 CORRECTION = {
     "none": correction.none,
-    "token_truncate": partial(correction.token_truncate, cap=1.1),
+    "token_truncate": TRUNCATE,
     "token_mask": partial(correction.token_mask, low=0.9, high=1.1),
-    "sequence_truncate": partial(correction.sequence_truncate, cap=1.1),
+    "sequence_truncate": partial(correction.sequence_truncate, cap=1.1, low=0.9),
     "sequence_mask": partial(correction.sequence_mask, low=0.9, high=1.1),
+    "off_policy_sequence": partial(correction.off_policy_sequence, threshold=0.05, rule=TRUNCATE),
+    "batch_normalised": partial(correction.batch_normalised, rule=TRUNCATE, by_row=False),
+    "by_row_in_off_policy_sequence": partial(
+        correction.off_policy_sequence,
+        threshold=0.05,
+        rule=partial(correction.batch_normalised, rule=TRUNCATE, by_row=True),
+    ),
 }
+ENTROPY = {"none": Entropy(0.0, None), "bonus": Entropy(0.01, None)}
 AXES = {  # those that act in the loss
     "ratio": RATIO,
     "clip": CLIP,
+    "select": SELECT,
     "aggregation": AGGREGATION,
     "kl": KL,
     "correction": CORRECTION,
+    "entropy": ENTROPY,
 }
+BY_PLACE = ("clip=clip_cov", "aggregation=local")  # where a row stands in the batch matters
 
 
 def make_algorithm(**axes) -> Algorithm:
@@ -87,13 +120,26 @@ def one_axis_at_a_time() -> dict[str, Algorithm]:
     }
 
 
-def together() -> dict[str, Algorithm]:
-    """A few algorithms in which every value of every axis of the loss occurs at least once."""
+def together(across_rows: bool = True) -> dict[str, Algorithm]:
+    """A few algorithms in which every value of every axis of the loss occurs at least once.
+
+    Without `across_rows`, only the values that may be shown any part of a minibatch.
+    """
+    axes = {
+        axis: {
+            name: value
+            for name, value in values.items()
+            if across_rows or not make_algorithm(**{axis: value}).sees_all_rows
+        }
+        for axis, values in AXES.items()
+    }
     rows = {}
-    for i in range(max(map(len, AXES.values()))):
-        names = {axis: list(values)[i % len(values)] for axis, values in AXES.items()}
+    for i in range(max(map(len, axes.values()))):
+        # turned a little further each round, so that axes of equal size don't go in step
+        at = {axis: (i + n * (i // len(axes[axis]))) for n, axis in enumerate(axes)}
+        names = {axis: list(values)[at[axis] % len(values)] for axis, values in axes.items()}
         rows["-".join(names.values())] = make_algorithm(
-            **{axis: AXES[axis][name] for axis, name in names.items()}
+            **{axis: axes[axis][name] for axis, name in names.items()}
         )
     return rows
 
@@ -101,7 +147,8 @@ def together() -> dict[str, Algorithm]:
 def make_batch(seed: int = 4, prompts: int = 3, group: int = 4, width: int = 6) -> dict:
     """Arrays of a minibatch in the float dtype of the moment, with ratios on both sides of a clip.
 
-    Uneven lengths from 1 to `width`, a hole in row 1, and a last row that is wholly masked.
+    Uneven lengths from 1 to `width`, a hole in row 1, and a last row that is wholly masked. The
+    key is for rules that draw; all else has a row for each of `prompts * group` (`rows_of`).
     """
     rng = np.random.default_rng(seed)
     rows = prompts * group
@@ -120,4 +167,12 @@ def make_batch(seed: int = 4, prompts: int = 3, group: int = 4, width: int = 6) 
         "advantage": jnp.asarray(rng.normal(0, 1, rows), float),
         "mask": jnp.asarray(mask),
         "group": jnp.repeat(jnp.arange(prompts), group),
+        "entropy": jnp.asarray(rng.exponential(0.5, (rows, width)), float),
+        "exact_kl": jnp.asarray(rng.exponential(0.1, (rows, width)), float),
+        "key": jax.random.key(seed),
     }
+
+
+def rows_of(batch: dict, at) -> dict:
+    """Those rows of a batch of `make_batch`, in that order."""
+    return {name: x if name == "key" else x[at] for name, x in batch.items()}

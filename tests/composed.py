@@ -1,6 +1,6 @@
 """Composed configurations for the tests, each made once, and algorithms as text."""
 
-from dataclasses import fields
+from dataclasses import fields, is_dataclass
 from functools import cache, partial
 from pathlib import Path
 
@@ -19,12 +19,17 @@ def run_of(*overrides):
 
 
 def described(value):
-    """An axis value as text: `function(constants)`, for comparison."""
+    """A value as text: `function(constants)` of a rule, the fields one by one of a record."""
     if isinstance(value, partial):
-        constants = ", ".join(f"{k}={v:g}" for k, v in sorted(value.keywords.items()))
+        constants = ", ".join(f"{k}={described(v)}" for k, v in sorted(value.keywords.items()))
         return f"{value.func.__name__}({constants})" if constants else value.func.__name__
-    inner = [described(v) if callable(v) else v for v in vars(value).values()]
-    return " ".join(str(v) for v in inner)
+    if isinstance(value, bool | str | None):
+        return str(value)
+    if isinstance(value, int | float):
+        return f"{value:g}"
+    if is_dataclass(value):
+        return " ".join(described(getattr(value, field.name)) for field in fields(value))
+    return value.__name__
 
 
 def row(algorithm):

@@ -204,7 +204,7 @@ def constant_logprobs(params, rollout):
 
 
 def constant_exact_kl(params, reference, rollout):
-    """Stands in for the pass of `kl=exact`: each token's KL is the difference of the two numbers."""
+    """Stands in for the pass of `kl=exact`: every KL is the difference of the numbers."""
     return jnp.full(rollout.completion.shape, params["logp"] - reference["logp"])
 
 

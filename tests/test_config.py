@@ -1,4 +1,7 @@
-"""The configuration: what composes, what the presets are, and what is announced."""
+"""The configuration: what composes, what the files name, and what is announced.
+
+The presets are in tests/test_presets.py.
+"""
 
 import importlib
 import inspect
@@ -9,11 +12,18 @@ import yaml
 from hydra.core.global_hydra import GlobalHydra
 
 from grpo_jax.check import ConfigError, announce
-from grpo_jax.config import AXES, CONF, compose, folder_name, load_algorithm, make_algorithm
+from grpo_jax.config import (
+    AXES,
+    CONF,
+    OFFERED,
+    compose,
+    folder_name,
+    load_algorithm,
+    make_algorithm,
+)
 from grpo_jax.types import Algorithm
-from tests.composed import composed, row, run_of
+from tests.composed import composed, run_of
 
-PRESETS = sorted(path.stem for path in (CONF / "algorithm").glob("*.yaml"))
 VALUES = [
     (path.parent.name, path.stem) for path in sorted(CONF.glob("*/*.yaml")) if path.parent != CONF
 ]
@@ -22,6 +32,7 @@ COMPANY = {
     ("model", "pretrained"): ("model.path=FOLDER", "warmstart=none"),
     ("model", "smollm2"): ("warmstart=none",),
     ("rollout", "reasoning"): ("train.minibatches=1",),
+    ("scale", "pass_at_k_std"): ("baseline=pass_at_k",),
 }
 
 
@@ -41,107 +52,70 @@ def test_every_file_begins_with_what_it_is(path):
     assert all(len(line) <= 110 for line in lines)
 
 
-def files_of(axis):
-    """(value, its node, the node of its function) for each file of an axis."""
-    for path in sorted((CONF / axis).glob("*.yaml")):
-        node = yaml.safe_load(path.read_text())
-        yield path.stem, node, node.get("rule", node.get("estimator", node))
+# Axes that are a record: the key of its function, which may be null.
+FUNCTION = {"filter": "rule", "kl": "estimator", "entropy": "adapt"}
+MORE_MODULES = {"clip": ("clip_covariance",)}
+
+
+def functions_of(axis):
+    """The node of the function in each file of an axis that has one."""
+    nodes = [yaml.safe_load(path.read_text()) for path in sorted((CONF / axis).glob("*.yaml"))]
+    nodes = [node[FUNCTION[axis]] if axis in FUNCTION else node for node in nodes]
+    return [node for node in nodes if node is not None]
+
+
+def named(node):
+    module, _, name = node["_target_"].rpartition(".")
+    return getattr(importlib.import_module(module), name)
+
+
+def keyword_only(function):
+    parameters = inspect.signature(function).parameters.values()
+    return {p.name for p in parameters if p.kind is p.KEYWORD_ONLY}
 
 
 @pytest.mark.parametrize("axis", AXES)
-def test_the_files_of_an_axis_name_all_functions_of_its_module_and_no_others(axis):
-    module = importlib.import_module(f"grpo_jax.kernels.{axis}")
+def test_the_files_of_an_axis_name_all_functions_of_its_modules_and_no_others(axis):
+    names = [f"grpo_jax.kernels.{name}" for name in (axis, *MORE_MODULES.get(axis, ()))]
     public = {
-        f"{module.__name__}.{name}"
-        for name, value in vars(module).items()
-        if inspect.isfunction(value)
-        and value.__module__ == module.__name__
-        and not name.startswith("_")
+        f"{module}.{name}"
+        for module in names
+        for name, value in vars(importlib.import_module(module)).items()
+        if inspect.isfunction(value) and value.__module__ == module and not name.startswith("_")
     }
-    named = {function["_target_"] for _, _, function in files_of(axis)}
-    assert named == public
+    assert {node["_target_"] for node in functions_of(axis)} == public
 
 
 @pytest.mark.parametrize("axis", AXES)
-def test_functions_of_an_axis_take_what_it_passes_and_constants_by_keyword(axis):
-    module = importlib.import_module(f"grpo_jax.kernels.{axis}")
-    for _, _, node in files_of(axis):
-        function = getattr(module, node["_target_"].rpartition(".")[2])
-        parameters = inspect.signature(function).parameters.values()
-        assert tuple(p.name for p in parameters if p.kind is not p.KEYWORD_ONLY) == AXES[axis]
-        constants = {p.name for p in parameters if p.kind is p.KEYWORD_ONLY}
-        assert constants == node.keys() - {"_target_", "_partial_", "on"}
+def test_functions_of_an_axis_take_what_it_passes_and_the_rest_by_keyword(axis):
+    offered = set(OFFERED.get(axis, ()))
+    asked = set()
+    for node in functions_of(axis):
+        function, constants = named(node), node.keys() - {"_target_", "_partial_"}
+        parameters = inspect.signature(function).parameters
+        rest = keyword_only(function)
+        assert tuple(name for name in parameters if name not in rest) == AXES[axis]
+        assert not constants & offered
+        assert rest - offered == constants
+        asked |= rest & offered
+    assert asked == offered  # nothing is offered that nobody takes
+
+
+@pytest.mark.parametrize("axis", AXES)
+def test_rules_inside_rules_are_bound_and_of_the_same_axis(axis):
+    for node in functions_of(axis):
+        for name, inner in node.items():
+            if isinstance(inner, dict):
+                kind = inner["_target_"].split(".")[2]  # grpo_jax.kernels.<axis>.<rule>
+                assert inner["_partial_"] is True
+                assert kind == ("scale" if (axis, name) == ("combine", "whiten") else axis)
 
 
 def test_the_axes_are_the_fields_of_an_algorithm():
     assert list(AXES) == [field.name for field in fields(Algorithm)]
 
 
-# ------------------------------------------------------------------------------ the presets
-
-# As the papers have them (conf/algorithm/ has the sources), each by what differs from GRPO.
-GRPO = {
-    "shaping": "none",
-    "filter": "none None 1 partial",
-    "baseline": "group_mean",
-    "scale": "group_std(ddof=0, eps=1e-08)",
-    "ratio": "token",
-    "clip": "bounded(high=0.2, low=0.2)",
-    "aggregation": "sequence_mean",
-    "kl": "k3 0.04 loss",
-    "correction": "none",
-}
-NO_KL = {"kl": "none 0.0 loss"}
-DAPO = NO_KL | {
-    "shaping": "overlong(buffer_share=0.2, limit=48, penalty=1)",
-    "filter": "mixed(tol=1e-06) correct 10 partial",
-    "clip": "bounded(high=0.28, low=0.2)",
-    "aggregation": "token_mean",
-}
-EXPECTED = {
-    "grpo": GRPO,
-    "grpo_r1": GRPO | {"clip": "bounded(high=10, low=10)", "kl": "k3 0.001 loss"},
-    "dr_grpo": GRPO | NO_KL | {"scale": "none", "aggregation": "constant(length=48)"},
-    "dapo": GRPO | DAPO,
-    "dapo_paper": GRPO | DAPO | {"aggregation": "prompt_mean"},
-    "gspo": GRPO | NO_KL | {"ratio": "sequence", "clip": "bounded(high=0.0004, low=0.0003)"},
-    "cispo": GRPO | NO_KL | {"clip": "cispo(high=4, low=1)", "aggregation": "token_mean"},
-    "reinforce": GRPO
-    | NO_KL
-    | {"baseline": "none", "scale": "none", "clip": "none", "aggregation": "sequence_sum"},
-}
-
-
-@pytest.mark.parametrize("preset", PRESETS)
-def test_a_preset_is_the_paper_s_row(preset):
-    assert row(run_of(f"algorithm={preset}").algorithm) == EXPECTED[preset]
-
-
-def test_presets_differ_from_each_other():
-    rows = [tuple(row(run_of(f"algorithm={preset}").algorithm).values()) for preset in PRESETS]
-    assert len(set(rows)) == len(PRESETS) == len(EXPECTED)
-
-
-@pytest.mark.parametrize("preset", PRESETS)
-def test_a_preset_selects_one_value_of_each_axis_and_does_nothing_else(preset):
-    content = yaml.safe_load((CONF / "algorithm" / f"{preset}.yaml").read_text())
-    assert list(content) == ["defaults"]
-    chosen = [key for entry in content["defaults"] for key in entry]
-    assert chosen == [f"override /{axis}" for axis in AXES]
-
-
-@pytest.mark.parametrize("order", [1, -1])
-def test_one_word_changes_one_axis_of_a_preset_in_either_order(order):
-    words = ["algorithm=dapo", "clip=symmetric"][::order]
-    changed = row(run_of(*words).algorithm)
-    assert changed == EXPECTED["dapo"] | {"clip": EXPECTED["grpo"]["clip"]}
-
-
-def test_load_algorithm_is_the_same_composition():
-    assert row(load_algorithm("dapo", "clip=symmetric", "clip.high=0.25")) == EXPECTED["dapo"] | {
-        "clip": "bounded(high=0.25, low=0.2)"
-    }
-    assert row(load_algorithm()) == GRPO
+# --------------------------------------------------------------------------- composition
 
 
 def test_load_algorithm_refuses_what_the_command_line_does():
@@ -174,6 +148,9 @@ def test_the_command_line_beats_what_task_and_experiment_choose():
 # --------------------------------------------------------------------- what is announced
 
 MINI = "train.minibatches=4"
+MASKED = "dropped groups are masked"
+GMPO, VESPO = "clip.gmpo is made for ratio=token", "clip.vespo is made for ratio=sequence_sum"
+TV, KL_COV = "clip.dppo_tv is made for ratio=token", "clip.kl_cov is made for ratio=token"
 ANNOUNCED = {
     "one update a rollout": (("train.epochs=1", "train.minibatches=1"), (MINI,)),
     "is a range for whole answers": (
@@ -182,11 +159,41 @@ ANNOUNCED = {
     ),
     "is a range for tokens": (("ratio=sequence", MINI), ("ratio=sequence_sum", MINI)),
     "clip=none takes no ratio": (("clip=none", "ratio=sequence"), ("algorithm=reinforce",)),
+    GMPO: (("clip=gmpo", "ratio=sequence_sum"), ("clip=gmpo",)),
+    TV: (("clip=dppo_tv", "ratio=sequence_sum"), ("clip=dppo_tv",)),
+    "clip.dppo_kl is made for ratio=token": (
+        ("clip=dppo_kl", "ratio=sequence_token"),
+        ("clip=dppo_kl",),
+    ),
+    KL_COV: (("clip=kl_cov", "ratio=sequence"), ("clip=kl_cov",)),
+    VESPO: (("clip=vespo",), ("clip=vespo", "ratio=sequence_sum")),
     "top_p or top_k is on": (("rollout.top_p=0.9",), (MINI,)),
     "k1 in the loss": (("kl=k1", "kl.where=loss"), ("kl=k1",)),
     "kl=none estimates nothing": (("kl=none", "kl.coef=0.1"), ("kl=none",)),
-    "dropped groups are masked": (("filter=mixed", "filter.max_rounds=1"), ("algorithm=dapo",)),
+    "kl=k3_weighted in the reward is k3": (
+        ("kl=k3_weighted", "kl.where=reward"),
+        ("kl=k3_weighted",),
+    ),
+    "kl.refresh_every does nothing": (
+        ("kl=k3", "kl.coef=0", "kl.refresh_every=2"),
+        ("kl=k3", "kl.refresh_every=2"),
+    ),
+    MASKED: (("filter=mixed", "filter.max_rounds=1"), ("algorithm=dapo",)),
+    "there is no surplus to keep": (
+        ("filter=mixed", "filter.max_rounds=1", "filter.surplus=keep"),
+        ("filter=mixed", "filter.surplus=keep"),
+    ),
     "filter=none keeps every group": (("filter=none", "filter.on=correct"), ("filter=none",)),
+    "filter=none has no surplus": (("filter=none", "filter.surplus=keep"), ("filter=none",)),
+    "reproduces a bug on purpose": (("aggregation=local",), ("aggregation=token_mean",)),
+    "local denominators are the global ones": (
+        ("aggregation=local", "aggregation.rows=32"),
+        ("aggregation=local", "aggregation.rows=31"),
+    ),
+    "it only adds a whitening": (
+        ("combine=normalize_then_sum",),
+        ("combine=normalize_then_sum", "reward=correct"),
+    ),
     "ends before optim.lr is reached": (
         ("optim.warmup_updates=320",),  # 40 steps of 8 updates
         ("optim.warmup_updates=319",),
@@ -201,17 +208,13 @@ ANNOUNCED = {
 @pytest.mark.parametrize("text", ANNOUNCED)
 def test_announced_exactly_when_it_should_be(text):
     inert, working = ANNOUNCED[text]
-    assert [text in line for line in announce(run_of(*inert))] == [True]
+    lines = announce(run_of(*inert))
+    assert [text in line for line in lines if text == MASKED or MASKED not in line] == [True]
     assert not any(text in line for line in announce(run_of(*working)))
 
 
 def test_top_k_is_announced_too():
     assert "top_k" in announce(run_of("rollout.top_k=5"))[0]
-
-
-@pytest.mark.parametrize("preset", PRESETS)
-def test_presets_at_their_defaults_announce_nothing(preset):
-    assert announce(run_of(f"algorithm={preset}")) == []
 
 
 def test_an_algorithm_needs_every_axis():

@@ -29,6 +29,7 @@ LAYERS = (
         "report",
         "folder",
         "tabular_loop",
+        "tabular_exact",
     },
     {"assemble", "recording"},
     {"trainer", "check", "replay"},

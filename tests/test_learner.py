@@ -11,11 +11,11 @@ import pytest
 from jax.extend.core import jaxprs_in_params
 
 from grpo_jax.kernels import clip
-from grpo_jax.learner import make_update, minibatches
+from grpo_jax.learner import UPDATE, make_update, minibatches
 from grpo_jax.loss import policy_loss
 from grpo_jax.optim import OptimSettings, make_optimizer
-from grpo_jax.policy import PolicySettings, cut, make_logprobs, sequence_logprobs
-from tests.cases import AGGREGATION, KL, make_algorithm
+from grpo_jax.policy import PolicySettings, cut, make_logprobs, token_stats
+from tests.cases import AGGREGATION, AXES, CORRECTION, KL, SELECT, make_algorithm
 from tests.fixtures import (
     assert_trees_equal,
     bigram,
@@ -52,24 +52,46 @@ def on_policy(batch, model, params, **choice):
 # -------------------------------------------------------------------------------- micro-batches
 
 
-@pytest.mark.parametrize("name", AGGREGATION)
+# every aggregation, every rule that compares rows, and what needs more than log-probs
+CUT = {name: {"aggregation": rule, "kl": KL["k3"]} for name, rule in AGGREGATION.items()}
+CUT |= {
+    f"{axis}={name}": {axis: value, "kl": KL["k3"]}
+    for axis, values in AXES.items()
+    for name, value in values.items()
+    if axis != "kl" and make_algorithm(**{axis: value}).sees_all_rows
+}
+CUT["kl=exact"] = {"kl": KL["exact"], "entropy": AXES["entropy"]["bonus"]}
+CUT["together"] = {
+    "kl": KL["exact"],
+    "entropy": AXES["entropy"]["bonus"],
+    "select": SELECT["top_entropy"],
+    "correction": CORRECTION["batch_normalised"],
+}
+
+
+@pytest.mark.parametrize("name", CUT)
 def test_micro_batches_change_neither_gradient_nor_metrics(name):
     model, params = policy()
+    reference = model.init(jax.random.key(8))
     batch = make_batch()
-    algorithm = make_algorithm(aggregation=AGGREGATION[name], kl=KL["k3"])
+    algorithm = make_algorithm(**CUT[name])
+    key = jax.random.fold_in(jax.random.fold_in(jax.random.key(0), UPDATE), 0)
 
     def whole(params):
         mask = batch.rollout.mask & batch.keep[:, None]
-        logp, _ = sequence_logprobs(model, settings(), params, batch.rollout)
+        stats = token_stats(model, settings(), params, batch.rollout, reference)
         return policy_loss(
             algorithm,
-            logp,
+            stats.logp,
             old_logp=batch.old_logp,
             sampler_logp=batch.rollout.sampler_logp,
             ref_logp=batch.ref_logp,
             advantage=batch.advantage,
             mask=mask,
             weight=algorithm.aggregation(mask, batch.group),
+            entropy=stats.entropy,
+            exact_kl=stats.exact_kl,
+            key=key,
         )[0]
 
     value, gradient = jax.jit(jax.value_and_grad(whole))(params)
@@ -77,7 +99,8 @@ def test_micro_batches_change_neither_gradient_nor_metrics(name):
     for micro in (2, 64):  # more than there are is all of them
         sgd = optax.sgd(1.0)  # parameters move by the gradient itself
         update = make_update(algorithm, model, sgd, settings(micro))
-        state, metrics = update(make_state(params, sgd), batch, ALL)
+        state = make_state(params, sgd)
+        state, metrics = update(state, batch, ALL, None, reference)
         moved = jax.tree.map(jnp.subtract, params, state.trainable)
         assert_trees_equal(moved, gradient, atol=1e-6, rtol=1e-5)
         np.testing.assert_allclose(metrics["loss"], value, rtol=1e-5)

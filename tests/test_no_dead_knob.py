@@ -1,40 +1,67 @@
-"""No knob does nothing: each number of each axis changes the result, each setting is read."""
+"""No knob does nothing: each constant of each axis changes the result, each setting is read."""
 
 import ast
 from dataclasses import fields, is_dataclass
 from functools import cache, reduce
 from pathlib import Path
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from omegaconf import OmegaConf
 
+from grpo_jax.check import announce
 from grpo_jax.config import AXES, CONF, SECTIONS, make_algorithm
-from grpo_jax.kernels.advantage import advantage
-from grpo_jax.loss import policy_loss
-from tests.composed import composed
+from grpo_jax.kernels import clip, scale
+from grpo_jax.rewards.combine import RewardPart
+from grpo_jax.types import Filter, TrainingError
+from tests.cases import VESPO, make_batch
+from tests.composed import composed, run_of
+from tests.fixtures import CORRECT
+from tests.pipeline import follow, problem
+from tests.test_rollout import MIXED, RIGHT, WRONG, collector
+from tests.test_rollout_axes import step
 
 # -------------------------------------------------------------- the constants of the axes
 
-N, G, T = 6, 4, 12
-# How the rollout searches for groups is not seen here: tests/test_rollout.py. Under filter=none and
-# kl=none these say nothing, which is announced: tests/test_config.py.
+# With what a value is tried out, where the other defaults would keep one of its constants quiet.
+COMPANY = {
+    ("clip", "clip_cov"): {"clip": {"share": 0.5}},
+    # a baseline after which the mean of a batch isn't 0
+    ("scale", "whiten"): {"baseline": "length_weighted"},
+    ("combine", "normalize_then_sum"): {"baseline": "length_weighted"},
+}
+# Known to do nothing where they stand, which is said before a run.
+INERT = {
+    ("kl", "none", "coef"): ["kl.coef=0.1"],
+    ("filter", "none", "on"): ["filter.on=correct"],
+    ("filter", "none", "max_rounds"): ["filter.max_rounds=2"],
+    ("filter", "none", "on_exhausted"): ["filter.on_exhausted=skip"],
+    ("filter", "none", "surplus"): ["filter.surplus=keep"],
+    ("filter", "drop", "surplus"): ["filter.surplus=keep"],
+}
+# Shown in other ways: the two below, kl.where without a KL, and tests/test_refresh.py.
 ELSEWHERE = {
-    ("filter", "mixed", "max_rounds"),
-    ("filter", "pass_range", "max_rounds"),
-    ("filter", "none", "max_rounds"),
-    ("kl", "none", "coef"),
+    ("scale", "pass_at_k_std", "k"),
+    ("scale", "pass_at_k_std", "right"),
+    ("clip", "vespo", "correction_level"),
+    ("kl", "none", "where"),
+}
+REFRESH = ("refresh_every", "refresh_mix")
+SEARCH = tuple(f.name for f in fields(Filter) if f.name != "rule")
+OTHER = {
+    **{"loss": "reward", "reward": "loss", "token": "sequence"},
+    **{"partial": "skip", "skip": "error", "drop": "keep", "keep": "drop"},
+    **{"correct": None, None: "correct"},
 }
 
 
-def numbers(node, path=()):
-    """The paths of the numbers in a mapping."""
+def constants(node, path=()):
+    """The paths of the constants in a mapping."""
     for key, value in node.items():
         if isinstance(value, dict):
-            yield from numbers(value, (*path, key))
-        elif isinstance(value, int | float) and not isinstance(value, bool):
+            yield from constants(value, (*path, key))
+        elif not key.startswith("_") and (path, key) != ((), "adapt"):
             yield (*path, key)
 
 
@@ -44,68 +71,33 @@ def base():
     return OmegaConf.to_container(composed("algorithm=grpo", "rollout.max_completion_length=12"))
 
 
-def configured(axis, value):
-    """The axes of the default algorithm with one value put in, resolved."""
-    node = OmegaConf.load(CONF / axis / f"{value}.yaml")
-    return OmegaConf.to_container(OmegaConf.create(base() | {axis: node}), resolve=True)
-
-
-def leaves():
-    """(axis, value, path) of every number in every file of every axis."""
-    files = [(axis, path.stem) for axis in AXES for path in sorted((CONF / axis).glob("*.yaml"))]
-    found = [(*file, leaf) for file in files for leaf in numbers(configured(*file)[file[0]])]
-    return [leaf for leaf in found if (*leaf[:2], leaf[2][-1]) not in ELSEWHERE]
-
-
 @cache
-def batch():
-    """Off-policy by all its log-probs; a group of equal rewards, and means from 0 to about 0.5."""
-    rng = np.random.default_rng(0)
-    levels = np.array([0, 0.3, 0.6, 1, 1, 1])
-    length = rng.integers(3, T + 1, (N, G))
-    logp = -rng.exponential(1.0, (N * G, T)) - 0.02
-    old = logp + rng.normal(0, 0.7, logp.shape)
-    return {
-        "reward": jnp.asarray(rng.uniform(0, 1, (N, G)) * levels[:, None], float),
-        "length": jnp.asarray(length),
-        "truncated": jnp.asarray(length == T),
-        "mask": jnp.asarray(np.arange(T) < length.reshape(-1, 1)),
-        "logp": jnp.asarray(logp, float),
-        "old_logp": jnp.asarray(old, float),
-        "sampler_logp": jnp.asarray(old + rng.normal(0, 0.7, logp.shape), float),
-        "ref_logp": jnp.asarray(logp + rng.normal(0, 0.7, logp.shape), float),
-    }
+def configured(axis, value):
+    """The axes of the default algorithm with one value put in, and its company; resolved."""
+    config = OmegaConf.create(base())
+    config[axis] = OmegaConf.load(CONF / axis / f"{value}.yaml")
+    for other, given in COMPANY.get((axis, value), {}).items():
+        if isinstance(given, str):
+            config[other] = OmegaConf.load(CONF / other / f"{given}.yaml")
+        else:
+            config[other].update(given)
+    return OmegaConf.to_container(config, resolve=True)
+
+
+FILES = [(axis, path.stem) for axis in AXES for path in sorted((CONF / axis).glob("*.yaml"))]
+LEAVES = [(*file, leaf) for file in FILES for leaf in constants(configured(*file)[file[0]])]
+KNOWN = {*INERT, *ELSEWHERE}
 
 
 def outcome(config):
-    """All that an algorithm makes of the batch, in one array: what it keeps, advantages, weights,
-    loss and gradient. The pipeline is that of grpo_jax/kernels/__init__.py."""
-    algorithm, data = make_algorithm(config), batch()
-    mask, kl = data["mask"], algorithm.kl
-    keep = algorithm.filter.rule(data["reward"])
-    reward = jnp.where(keep[:, None], data["reward"], jnp.nan)
-    reward = algorithm.shaping(reward, data["length"], data["truncated"])
-    if kl.where == "reward":
-        per_token = jnp.where(mask, kl(data["old_logp"], data["ref_logp"]), 0)
-        reward = reward - kl.coef * per_token.sum(1).reshape(N, G)
-    value = advantage(algorithm.baseline, algorithm.scale, reward, data["length"])
-    mask = mask & jnp.repeat(keep, G)[:, None]
-    weight = algorithm.aggregation(mask, jnp.repeat(jnp.arange(N), G))
+    """All that an algorithm makes of the batch, in one array."""
+    result = follow(make_algorithm(config), problem(group=6))
+    return np.concatenate([np.ravel(np.asarray(part, float)) for part in result.values()])
 
-    def loss(logp):
-        return policy_loss(
-            algorithm,
-            logp,
-            old_logp=data["old_logp"],
-            sampler_logp=data["sampler_logp"],
-            ref_logp=data["ref_logp"],
-            advantage=value.reshape(-1),
-            mask=mask,
-            weight=weight,
-        )[0]
 
-    parts = (keep, value, weight, *jax.value_and_grad(loss)(data["logp"]))
-    return np.concatenate([np.ravel(np.asarray(part, float)) for part in parts])
+@cache
+def outcome_of(axis, value):
+    return outcome(configured(axis, value))
 
 
 def changed(config, axis, leaf, value):
@@ -114,30 +106,114 @@ def changed(config, axis, leaf, value):
     return OmegaConf.to_container(config)
 
 
+def alternatives(value):
+    if isinstance(value, bool):
+        return [not value]
+    if isinstance(value, int | float):
+        return [value + 1, value / 2, value * 2, value / 20, 1 - value]
+    return [OTHER[value]]
+
+
+HERE = [
+    (axis, value, leaf)
+    for axis, value, leaf in LEAVES
+    if (axis, value, leaf[-1]) not in KNOWN
+    and not (axis == "kl" and leaf[-1] in REFRESH)
+    and not (axis == "filter" and leaf[-1] in SEARCH)
+]
+
+
 @pytest.mark.parametrize(
-    ("axis", "value", "leaf"), leaves(), ids=lambda x: x if isinstance(x, str) else ".".join(x)
+    ("axis", "value", "leaf"), HERE, ids=lambda x: x if isinstance(x, str) else ".".join(x)
 )
-def test_every_number_of_an_axis_changes_the_result(axis, value, leaf):
-    config = configured(axis, value)
-    before = outcome(config)
+def test_every_constant_of_an_axis_changes_the_result(axis, value, leaf):
+    config, before = configured(axis, value), outcome_of(axis, value)
     assert np.all(np.isfinite(before))
-    number = reduce(dict.__getitem__, (axis, *leaf), config)
-    for other in (number + 1, number / 2, number * 2, number / 20, 1 - number):
+    for other in alternatives(reduce(dict.__getitem__, (axis, *leaf), config)):
         try:
             after = outcome(changed(config, axis, leaf, other))
         except ValueError:  # out of range
             continue
-        if not np.array_equal(before, after):
+        if not np.allclose(before, after, rtol=1e-5, atol=1e-9):
             return
     pytest.fail(f"conf/{axis}/{value}.yaml: {'.'.join(leaf)} does nothing")
 
 
-@pytest.mark.parametrize(("axis", "value", "key"), sorted(ELSEWHERE))
-def test_what_is_looked_at_elsewhere_does_nothing_here(axis, value, key):
-    config = configured(axis, value)
-    number = config[axis][key]
-    after = outcome(changed(config, axis, (key,), number + 1))
-    assert np.array_equal(outcome(config), after)
+@pytest.mark.parametrize("name", ["k", "right"])
+def test_the_deviation_of_pass_at_k_has_constants_of_its_own(name):
+    """A configuration has them equal the baseline's; beside a fixed one they act."""
+    reward = jnp.array([[0.0, 0.3, 0.3, 0.3, 0.6, 1.0]])
+    given = {"k": 4, "right": 0.5}
+    other = {"k": 2, "right": 0.1}[name]
+    before, after = (
+        scale.pass_at_k_std(reward - 0.5, reward, **constants)
+        for constants in (given, given | {name: other})
+    )
+    assert not np.allclose(before, after)
+
+
+def test_the_level_of_a_correction_matters_to_vespo():
+    """A configuration has it agree with the correction, so no other one is left to try."""
+    batch = make_batch()
+    weight = jnp.where(batch["mask"], 1.1, 1.0)
+    arguments = (0 * batch["logp"], batch["advantage"][:, None], batch["logp"], batch["mask"])
+    token, sequence = (
+        clip.vespo(*arguments, correction=weight, correction_level=level, **VESPO)[0]
+        for level in ("token", "sequence")
+    )
+    assert not np.allclose(token, sequence)
+
+
+# How the rollout looks for groups: a mixed one, then none, then two of which one is to spare; and
+# one that is never joined by another.
+ROUNDS = [[*MIXED, *RIGHT], [*WRONG, *RIGHT], [*MIXED, *MIXED], [*RIGHT, "3", "1"]]
+ALONE = [[*MIXED, *RIGHT], [*RIGHT, *RIGHT]]
+SEARCHED = [
+    (value, name)
+    for axis, value, (name, *_) in LEAVES
+    if axis == "filter" and name in SEARCH and (axis, value, name) not in KNOWN
+]
+
+
+def search(filter_, rounds):
+    """What two steps under a filter come to: which prompts are learned from, or an error. A part
+    beside `correct` makes totals differ where that doesn't."""
+    length = RewardPart("length", lambda completion, answer: float(completion), 0.5)
+    made = collector(*rounds, filter=filter_, parts=[CORRECT, length])
+    seen = []
+    try:
+        position = 0
+        for number in (1, 2):
+            data = step(made, number, position)
+            position = data.position
+            seen += [p.text for p in data.answers.prompts], data.batch.keep.tolist(), position
+    except TrainingError as error:
+        seen.append(str(error))
+    return seen
+
+
+@pytest.mark.parametrize(("value", "name"), SEARCHED)
+def test_every_setting_of_a_search_for_groups_changes_what_is_found(value, name):
+    node = configured("filter", value)
+    now = node["filter"][name]
+    others = [now + 1, 1] if isinstance(now, int) else alternatives(now)
+    filters = [
+        make_algorithm(changed(node, "filter", (name,), other)).filter for other in (now, *others)
+    ]
+    before, *after = ([search(f, rounds) for rounds in (ROUNDS, ALONE)] for f in filters)
+    assert any(found != before for found in after)
+
+
+@pytest.mark.parametrize(("axis", "value", "name"), INERT)
+def test_what_does_nothing_where_it_stands_is_announced(axis, value, name):
+    words = [f"{axis}={value}"]
+    silent, told = announce(run_of(*words)), announce(run_of(*words, *INERT[axis, value, name]))
+    assert len(told) == len(silent) + 1
+
+
+def test_every_constant_is_looked_at_somewhere():
+    assert {leaf[-1] for axis, _, leaf in LEAVES if axis == "kl"} >= set(REFRESH)
+    assert {(axis, value, leaf[-1]) for axis, value, leaf in LEAVES} >= KNOWN
 
 
 # ---------------------------------------------------------------------------- the settings

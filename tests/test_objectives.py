@@ -1,7 +1,7 @@
 """Each paper's objective, written out token by token in float64 numpy, against `policy_loss`.
 
 The transcriptions share nothing with the package: loops over prompts, answers and tokens, and a
-gradient derived by hand beside each value.
+gradient derived by hand beside each value. Those of the presets are in `test_objectives_*.py`.
 """
 
 from functools import partial
@@ -14,6 +14,7 @@ import pytest
 from grpo_jax.kernels import aggregation, baseline, clip, kl, ratio, scale
 from grpo_jax.kernels.advantage import advantage
 from grpo_jax.loss import policy_loss
+from grpo_jax.rules import call
 from grpo_jax.types import Kl
 from tests.cases import make_algorithm
 
@@ -26,7 +27,7 @@ def x64():
         yield
 
 
-def make_problem(seed=0, prompts=3, group=4, width=6):
+def make_problem(seed=0, prompts=3, group=4, width=6, drift=0.3):
     """Rewards and log-probs of `prompts` prompts with `group` answers each, one prompt tied."""
     rng = np.random.default_rng(seed)
     shape = (prompts, group, width)
@@ -34,22 +35,49 @@ def make_problem(seed=0, prompts=3, group=4, width=6):
     reward = rng.choice([0.0, 0.5, 1.0], (prompts, group))
     reward[0], reward[1, :2] = 0.7, (0.0, 1.0)
     logp = -rng.exponential(1.0, shape) - 0.05
+    old = logp + rng.normal(0, drift, shape)
     return {
         "reward": reward,
         "length": length,
         "logp": logp,
-        "old": logp + rng.normal(0, 0.3, shape),
+        "old": old,
         "ref": logp + rng.normal(0, 0.3, shape),
+        "sampler": old + rng.normal(0, 0.3, shape),
+        "entropy": rng.exponential(0.5, shape),
     }
 
 
-def ours(problem, algorithm):
+def advantages(problem, algorithm, keep):
+    """[N, G], as a rollout is scored, in float64: shaping, KL in the reward, combine, baseline,
+    scale. Reward parts by weight: `parts`, or the reward alone."""
+    length, parts = jnp.asarray(problem["length"]), problem.get("parts", {1.0: problem["reward"]})
+    parts = {w: jnp.where(keep[:, None], jnp.asarray(part), jnp.nan) for w, part in parts.items()}
+    total = sum(w * part for w, part in parts.items())
+    added = algorithm.shaping(total, length, jnp.zeros(length.shape, bool)) - total
+    if algorithm.kl.active and algorithm.kl.where == "reward":
+        shape = problem["old"].shape
+        old, ref = (jnp.asarray(problem[n]).reshape(-1, shape[2]) for n in ("old", "ref"))
+        sampled = np.arange(shape[2]) < problem["length"][..., None]
+        per_token = algorithm.kl(old, ref).reshape(shape)
+        added -= algorithm.kl.coef * jnp.where(sampled, per_token, 0).sum(-1)
+    return call(
+        algorithm.combine,
+        jnp.stack([*parts.values(), added]),
+        jnp.asarray([*parts, 1.0]),
+        lambda reward: advantage(algorithm.baseline, algorithm.scale, reward, length),
+        length=length,
+    )
+
+
+def ours(problem, algorithm, **more):
     """Value of the objective (minus the loss) and its gradient, [N, G, T]."""
     prompts, group, width = problem["logp"].shape
-    flat = {n: jnp.asarray(problem[n]).reshape(-1, width) for n in ("logp", "old", "ref")}
-    length = jnp.asarray(problem["length"])
-    adv = advantage(algorithm.baseline, algorithm.scale, jnp.asarray(problem["reward"]), length)
+    names = ("logp", "old", "ref", "sampler", "entropy")
+    flat = {n: jnp.asarray(problem[n]).reshape(-1, width) for n in names}
+    keep = algorithm.filter.rule(jnp.asarray(problem["reward"]))
+    length = jnp.where(keep[:, None], jnp.asarray(problem["length"]), 0)
     mask = jnp.arange(width) < length.reshape(-1, 1)
+    adv = advantages(problem, algorithm, keep).reshape(-1)
     weight = algorithm.aggregation(mask, jnp.repeat(jnp.arange(prompts), group))
 
     def objective(logp):
@@ -57,11 +85,14 @@ def ours(problem, algorithm):
             algorithm,
             logp,
             old_logp=flat["old"],
-            sampler_logp=flat["old"],
+            sampler_logp=flat["sampler"],
             ref_logp=flat["ref"],
-            advantage=adv.reshape(-1),
+            advantage=adv,
             mask=mask,
             weight=weight,
+            entropy=flat["entropy"],
+            key=jax.random.key(0),
+            **more,
         )[0]
 
     value, gradient = jax.value_and_grad(objective)(flat["logp"])
@@ -90,6 +121,39 @@ def walk(problem):
                 yield q, i, t
 
 
+def over_tokens(problem, adv, term, share):
+    """sum of share[prompt, answer] * term(logp, old, ref, adv[prompt, answer]) over tokens, and its
+    gradient; `term` gives a value and its derivative with respect to logp."""
+    value, gradient = 0.0, np.zeros_like(problem["logp"])
+    for q, i, t in walk(problem):
+        at = (problem[name][q, i, t] for name in ("logp", "old", "ref"))
+        v, g = term(*at, adv[q, i])
+        value += share[q, i] * v
+        gradient[q, i, t] = share[q, i] * g
+    return value, gradient
+
+
+def per_answer(problem):
+    """Shares of a mean over answers of the mean over their tokens."""
+    return 1 / (problem["length"].size * np.maximum(problem["length"], 1))
+
+
+def per_token(problem):
+    """Shares of a mean over all tokens."""
+    return np.full(problem["length"].shape, 1 / problem["length"].sum())
+
+
+def per_prompt(problem):
+    """Shares of a mean over prompts of the mean over the tokens of their answers."""
+    tokens = np.maximum(problem["length"].sum(1), 1)
+    return np.repeat(1 / (len(tokens) * tokens[:, None]), problem["length"].shape[1], 1)
+
+
+def per_row(problem):
+    """Shares of a mean over answers of the sum over their tokens."""
+    return np.full(problem["length"].shape, 1 / problem["length"].size)
+
+
 def surrogate_sum(problem, share, *, low=0.2, high=0.2, divide=True, beta=0.0):
     """sum of share(prompt, answer) * (surrogate - beta * k3) over tokens, and its gradient."""
     value, gradient = 0.0, np.zeros_like(problem["logp"])
@@ -102,14 +166,17 @@ def surrogate_sum(problem, share, *, low=0.2, high=0.2, divide=True, beta=0.0):
     return value, gradient
 
 
-def check(printed, algorithm, seeds=(0, 1, 2)):
+def check(printed, algorithm, seeds=(0, 1, 2), make=make_problem):
     for seed in seeds:
-        problem = make_problem(seed)
-        value, gradient = ours(problem, algorithm)
-        expected_value, expected_gradient = printed(problem)
-        assert np.abs(expected_gradient).max() > 0
-        np.testing.assert_allclose(value, expected_value, rtol=1e-11)
-        np.testing.assert_allclose(gradient, expected_gradient, rtol=1e-11, atol=1e-15)
+        problem = make(seed)
+        agree(ours(problem, algorithm), printed(problem))
+
+
+def agree(measured, expected):
+    """Values and gradients, of which there is one at all."""
+    assert np.abs(expected[1]).max() > 0
+    np.testing.assert_allclose(measured[0], expected[0], rtol=1e-11)
+    np.testing.assert_allclose(measured[1], expected[1], rtol=1e-11, atol=1e-15)
 
 
 def test_grpo(x64):

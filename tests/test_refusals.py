@@ -42,6 +42,39 @@ REFUSED = {
     "kl.estimator=k3": "kl.estimator='k3': needs a _target_",
     "kl.coef=-1": "kl.coef=-1",
     "kl.where=los": "kl.where='los': one of loss, reward",
+    "kl=k3 kl.refresh_every=-1": "kl.refresh_every=-1",
+    "kl=k3 kl.refresh_mix=1.5": "kl.refresh_mix=1.5: a share, at most 1",
+    "kl=k3 kl.refresh_mix=0": "kl.refresh_mix=0: above 0",
+    "kl=k3 kl.refresh_every=2.5": "kl.refresh_every=2.5 should be a whole number",
+    "+clip.key=1 clip=clip_cov": "unknown key clip.key",  # the pipeline's, no constant
+    "clip=clip_cov clip.covariance_high=0.5": "clip.covariance_high is below",
+    "clip=sapo clip.tau_positive=0": "clip.tau_positive=0: above 0",
+    "clip=delta clip.delta=0": "clip.delta=0: above 0",
+    "clip=vespo clip.correction_level=row": "clip.correction_level='row': token or sequence",
+    "clip=vespo correction=sequence_mask": "clip.correction_level=token beside a correction by seq",
+    "select=top_entropy select.share=0": "select.share=0: above 0",
+    "select=top_entropy select.share=1.2": "select.share=1.2: a share",
+    "entropy=bonus entropy.coef=-1": "entropy.coef=-1",
+    "entropy=adaptive entropy.adapt.target=-1": "entropy.adapt.target=-1",
+    "entropy=adaptive entropy.adapt.low=2": "entropy.adapt.high=1 is below entropy.adapt.low=2",
+    "+entropy.adapt.setp=2 entropy=adaptive": "unknown key entropy.adapt.setp; did you mean step?",
+    "+aggregation.rule.foo=1 aggregation=local": "unknown key aggregation.rule.foo",
+    "aggregation=local aggregation.rule=token_mean": "aggregation.rule='token_mean': needs a",
+    "aggregation=local aggregation.rows=0": "aggregation.rows=0: above 0",
+    "correction=batch_normalised correction.by_row=1": "correction.by_row=1 should be true or",
+    "correction=batch_normalised correction.rule.cap=0": "correction.rule.cap=0: above 0",
+    "scale=pass_at_k_std": "scale=pass_at_k_std goes with baseline=pass_at_k",
+    "algorithm=pass_at_k baseline.k=3": "scale.k=4 is not baseline.k=3",
+    "algorithm=pass_at_k scale.right=0.2": "scale.right=0.2 is not baseline.right=0.5",
+    "baseline=pass_at_k baseline.k=9": "baseline.k=9 of rollout.group_size=8",
+    "baseline=pass_at_k rollout.group_size=4": "baseline.k=4 of rollout.group_size=4",
+    "baseline=pass_at_k baseline.k=0": "baseline.k=0: above 0",
+    "scale=whiten baseline=none": "scale.hold_tied=true with baseline=none",
+    "scale=whiten scale.hold_tied=1": "scale.hold_tied=1 should be true or false",
+    "combine=normalize_then_sum baseline=greedy": "baseline=greedy knows the total reward",
+    "+combine.whiten.foo=1 combine=normalize_then_sum": "unknown key combine.whiten.foo",
+    "combine=normalize_then_sum combine.whiten.ddof=2": "combine.whiten.ddof=2",
+    "filter.surplus=maybe": "filter.surplus='maybe': one of drop, keep",
     "scale.ddof=2": "scale.ddof=2",
     "scale.eps=-1": "scale.eps=-1",
     "filter.on=[correct]": "filter.on=['correct'] should be text or null",
@@ -78,13 +111,21 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("override", REFUSED)
-def test_refused_in_a_few_words_that_name_the_key(override):
+@pytest.mark.parametrize("overrides", REFUSED)
+def test_refused_in_a_few_words_that_name_the_key(overrides):
     with pytest.raises(ConfigError) as caught:
-        make_run(compose(override), Path("runs/test"))
+        make_run(compose(*overrides.split()), Path("runs/test"))
     text = str(caught.value)
-    assert REFUSED[override] in text
+    assert REFUSED[overrides] in text
     assert len(text.splitlines()) == 1 and len(text) < 400
+
+
+def test_a_mean_over_the_batch_holds_no_rule_that_asks_for_more():
+    inside = "{_target_: %s.off_policy_sequence, _partial_: true, threshold: 1, rule: %s}"
+    none = "{_target_: grpo_jax.kernels.correction.none, _partial_: true}"
+    words = inside % ("grpo_jax.kernels.correction", none)
+    with pytest.raises(ConfigError, match="off_policy_sequence can hold batch_normalised"):
+        run_of("correction=batch_normalised", "~correction.rule", f"+correction.rule={words}")
 
 
 def test_all_bad_values_are_named_at_once():
@@ -100,6 +141,12 @@ def test_all_bad_values_are_named_at_once():
 def test_a_lower_bound_that_no_ratio_reaches_may_be_above_the_upper():
     run_of("clip=cispo", "clip.high=0.28")  # low 1: 1 - low = 0
     run_of("clip=wide", "clip.high=5")
+
+
+def test_axes_that_agree_are_fine():
+    run_of("scale=whiten", "baseline=none", "scale.hold_tied=false")
+    run_of("combine=normalize_then_sum", "baseline=none")
+    run_of("algorithm=pass_at_k", "baseline.k=2", "scale.k=2")
 
 
 def test_a_negative_score_range_is_fine():

@@ -116,7 +116,8 @@ LENGTH = RewardPart("length", lambda completion, answer: -float(len(completion))
 def test_parts_can_be_normalised_one_by_one():
     texts = ["1", "2222", "1111", "2"]  # the long reward drowns the other
     part = RewardPart("correct", lambda completion, answer: float(completion[0] == "1"))
-    rule = partial(combine.normalize_then_sum, whiten=partial(scale.whiten, ddof=0, eps=0.0, hold_tied=True))
+    whiten = partial(scale.whiten, ddof=0, eps=0.0, hold_tied=True)
+    rule = partial(combine.normalize_then_sum, whiten=whiten)
     together = collect(collector(texts, parts=[part, LENGTH]))
     apart = collect(collector(texts, parts=[part, LENGTH], combine=rule))
     np.testing.assert_allclose(together.batch.advantage, [1, -1, -1, 1], atol=1e-6)

@@ -70,8 +70,7 @@ def kl_cov(
       coef: of the penalty. The paper has 1; verl's configuration 0.1.
     """
     objective, clipped = clip.importance(log_ratio, advantage, logp, mask)
-    score = jnp.where(mask, _covariance(advantage, logp, mask), -jnp.inf)
-    top = mask & (_rank(score) < _count(share, mask))
+    top = _rank(_covariance(advantage, logp, mask)) < _count(share, mask)
     log_ratio = jnp.where(mask, log_ratio, 0)
     # `jnp.abs` has the slope 1 at 0, which is where every token of an on-policy step is.
     penalty = coef * jax.lax.stop_gradient(jnp.sign(log_ratio)) * log_ratio
@@ -81,15 +80,14 @@ def kl_cov(
 def _covariance(
     advantage: Float[Array, "B #T"], logp: Float[Array, "B T"], mask: Bool[Array, "B T"]
 ) -> Float[Array, "B T"]:
-    """A token's part of it, without gradient; 0 behind the mask."""
-    advantage = jnp.where(mask, jax.lax.stop_gradient(advantage), 0)
-    logp = jnp.where(mask, jax.lax.stop_gradient(logp), 0)
+    """A token's part of it, without gradient; -inf behind the mask."""
+    advantage, logp = jax.lax.stop_gradient((advantage, logp))
     part = (advantage - masked_mean(advantage, mask)) * (logp - masked_mean(logp, mask))
-    return jnp.where(mask, part, 0)
+    return jnp.where(mask, part, -jnp.inf)
 
 
 def _count(share: Knob, mask: Bool[Array, "B T"]) -> Float[Array, ""]:
-    return jnp.maximum(jnp.floor(share * mask.sum()), 1)
+    return jnp.maximum(jnp.floor(share * mask.sum().astype(float)), 1)
 
 
 def _rank(score: Float[Array, "B T"]) -> Int[Array, "B T"]:

@@ -9,6 +9,7 @@ http://joschu.net/blog/kl-approx.html. A value that needs more asks for it by na
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float
 
 from grpo_jax.kernels.masked import LOG_LIMIT, bounded_exp
@@ -64,7 +65,8 @@ def k3_plus(logp: Float[Array, "B T"], ref_logp: Float[Array, "B T"]) -> Float[A
 
 def absolute(logp: Float[Array, "B T"], ref_logp: Float[Array, "B T"]) -> Float[Array, "B T"]:
     """|d| (verl's "abs"). Gradient: the sign of d. No KL in expectation; a size of the change."""
-    return jnp.abs(logp - ref_logp)
+    d = logp - ref_logp
+    return lax.stop_gradient(jnp.sign(d)) * d  # `jnp.abs` has slope 1 at 0, where a run begins
 
 
 def exact(

@@ -57,8 +57,9 @@ def test_prompt_mean_counts_groups_by_their_ids():
     np.testing.assert_allclose(weight, expected, rtol=1e-6)
 
 
-@pytest.mark.parametrize("rule", AGGREGATION.values(), ids=AGGREGATION)
-def test_properties_of_every_rule(rule):
+@pytest.mark.parametrize("name", AGGREGATION)
+def test_properties_of_every_rule(name):
+    rule = AGGREGATION[name]
     rng = np.random.default_rng(0)
     mask = np.arange(6) < rng.integers(0, 7, (12, 1))
     group = np.repeat([5, 1, 9], 4)
@@ -72,7 +73,8 @@ def test_properties_of_every_rule(rule):
 
     order = rng.permutation(12)
     moved = rule(jnp.asarray(mask[order]), jnp.asarray(group[order]))
-    np.testing.assert_allclose(moved, weight[order], rtol=1e-6)
+    as_before = np.allclose(moved, weight[order], rtol=1e-6)
+    assert as_before == (name != "local")
 
     nothing = rule(jnp.zeros((12, 6), bool), jnp.asarray(group))
     np.testing.assert_array_equal(nothing, 0)

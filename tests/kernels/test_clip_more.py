@@ -322,6 +322,14 @@ def test_dppo_survives_certainty():
                 assert np.isfinite(value).all()
 
 
+def test_dppo_kl_knows_a_probability_that_rounding_put_above_one():
+    one = jnp.ones((1, 1))
+    _, clipped = clip.dppo_kl(
+        30 * one, one, 1e-6 * one, one.astype(bool), low=0.2, high=0.2, cap=20.0
+    )
+    assert clipped.all()
+
+
 # what they share
 
 

@@ -145,3 +145,8 @@ def test_exact_is_what_it_is_given_with_its_gradient():
     value, vjp = jax.vjp(lambda x: kl.exact(given, given, exact=x), given)
     np.testing.assert_array_equal(value, given)
     np.testing.assert_array_equal(vjp(jnp.ones_like(given))[0], 1)
+
+
+def test_the_absolute_value_is_at_rest_where_a_run_begins():
+    same = jnp.full((2, 3), -1.5)
+    np.testing.assert_array_equal(jax.grad(lambda x: kl.absolute(x, same).sum())(same), 0)
