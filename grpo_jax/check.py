@@ -162,6 +162,12 @@ def _announce_rows(run: Run) -> Iterator[str]:
             )
         else:
             yield "aggregation=local reproduces a bug on purpose: denominators of each micro-batch"
+    shaped = not _is(config["shaping"], "shaping.none")
+    if _is(config["baseline"], "baseline.greedy") and (shaped or config["kl"]["where"] == "reward"):
+        yield (
+            "baseline=greedy is the reward of the greedy answer alone; shaping and a KL in the "
+            "reward are in the sampled ones only"
+        )
     weights = [part.weight for part in run.reward if part.weight]
     if _is(config["combine"], "combine.normalize_then_sum") and len(weights) == 1:
         yield (
@@ -185,7 +191,7 @@ def _announce_filter(node: dict[str, Any]) -> Iterator[str]:
     if not _is(node["rule"], "filter.none"):
         if node["max_rounds"] == 1:
             yield "filter.max_rounds=1: dropped groups are masked, not replaced"
-            if node.get("surplus", "drop") == "keep":
+            if node.get("surplus", "drop") == "keep" and node["on_exhausted"] != "skip":
                 yield "filter.max_rounds=1: there is no surplus to keep"
     elif (node["on"], node["max_rounds"], node["on_exhausted"]) != (None, 1, "partial"):
         yield "filter=none keeps every group: filter.on, max_rounds and on_exhausted do nothing"

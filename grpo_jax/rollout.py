@@ -84,6 +84,8 @@ class Collector:
             self.surplus = rest
             metrics["filter/carried_groups"] = 0.0 if carried is None else float(len(carried))
         if kept < N and rule.on_exhausted == "skip":
+            if rule.surplus == "keep":  # too few for now: they wait, all of them
+                self.surplus = answers.take(np.flatnonzero(keep)) if kept else None
             keep = np.zeros_like(keep)
         batch, entropy, extra = self._batch(params, reference, answers, keep, step)
         metrics |= extra | self._batch_metrics(batch, entropy, answers, step)

@@ -190,6 +190,10 @@ ANNOUNCED = {
         ("aggregation=local", "aggregation.rows=32"),
         ("aggregation=local", "aggregation.rows=31"),
     ),
+    "are in the sampled ones only": (
+        ("baseline=greedy", "shaping=overlong"),
+        ("baseline=greedy",),
+    ),
     "it only adds a whitening": (
         ("combine=normalize_then_sum",),
         ("combine=normalize_then_sum", "reward=correct"),

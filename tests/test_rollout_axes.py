@@ -74,6 +74,16 @@ def test_a_surplus_survives_a_checkpoint():
     assert second.answers.numbers == expected.answers.numbers == (3, 5)
 
 
+def test_a_skipped_step_loses_no_group_where_the_surplus_is_kept():
+    rule = Filter(filter.mixed, "correct", 1, "skip", "keep")
+    made = collector(*ROUNDS, filter=rule)
+    first = step(made, 1, 0)  # one mixed group of two: too few
+    assert not first.batch.keep.any()
+    second = step(made, 2, first.position)
+    assert [p.text for p in second.answers.prompts] == ["0:", "2:"]
+    assert second.batch.keep.all()
+
+
 # ----------------------------------------------------------------------------------- greedy
 
 
