@@ -10,10 +10,8 @@ import inspect
 import math
 import pkgutil
 import re
-import types
 import typing
-from collections.abc import Callable, Collection
-from dataclasses import MISSING, fields, is_dataclass
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +38,7 @@ from grpo_jax.evaluate import EvalSettings
 from grpo_jax.optim import OptimSettings
 from grpo_jax.rewards.combine import RewardPart
 from grpo_jax.tasks.base import Task
+from grpo_jax.typed import options_of, refuse_unknown, typed, value_of
 from grpo_jax.types import Algorithm, Entropy, Filter, Kl
 from grpo_jax.warmstart import WarmstartSettings
 
@@ -82,14 +81,6 @@ OFFERED = {
 }
 # Axes that are more than a function: a record that holds one.
 RECORDS = {"filter": Filter, "kl": Kl, "entropy": Entropy}
-_NAMES = {
-    bool: "true or false",
-    int: "a whole number",
-    float: "a number",
-    str: "text",
-    type(None): "null",
-    tuple: "a list",
-}
 _LONGEST_NAME = 200  # characters of a job's folder; file systems stop at 255
 
 
@@ -97,6 +88,7 @@ def compose(*overrides: str) -> DictConfig:
     """The configuration that `scripts/train.py OVERRIDES` would run; raises ConfigError."""
     if not CONF.is_dir():
         raise ConfigError(f"no {CONF}: grpo_jax runs from a checkout (pip install -e .)")
+    check_choices(overrides)
     outer = GlobalHydra.instance().hydra  # of a Hydra application that calls us, if one does
     GlobalHydra.instance().clear()
     try:
@@ -106,6 +98,19 @@ def compose(*overrides: str) -> DictConfig:
         raise ConfigError(str(error)) from error  # a ValueError is Hydra's for `experiment=null`
     finally:
         GlobalHydra.instance().hydra = outer
+
+
+def check_choices(words: Iterable[str]) -> None:
+    """Raise ConfigError, in a line, for a `group=value` that there is no file for; Hydra's own text
+    has a line for each file there is."""
+    for word in words:
+        group, _, values = word.partition("=")
+        files = sorted(path.stem for path in (CONF / group).glob("*.yaml")) if group else []
+        for value in values.split(",") if files else []:
+            if re.fullmatch(r"[\w-]+", value) and value not in (*files, "null"):
+                close = difflib.get_close_matches(value, files, 1)
+                meant = f"did you mean {close[0]}? " if close else ""
+                raise ConfigError(f"{group}={value}: {meant}there are {', '.join(files)}")
 
 
 def load_algorithm(name: str = "grpo", *overrides: str) -> Algorithm:
@@ -130,19 +135,19 @@ def make_run(config: DictConfig, folder: Path) -> Run:
     """A checked, typed run; nothing is loaded or compiled. Raises ConfigError."""
     values = _resolved(config)
     known = {*SECTIONS, *AXES, "name", "seed", "cache", "task", "reward"}
-    _refuse_unknown("", values, known)
+    refuse_unknown("", values, known)
     missing = sorted(known - values.keys())
     if missing:
         raise ConfigError(f"missing: {', '.join(missing)}")
-    _value(str, values["name"], "name")
+    value_of(str, values["name"], "name")
     sections = {name: typed(kind, values[name], name) for name, kind in SECTIONS.items()}
     algorithm = make_algorithm(values)
     reward = _reward(values["reward"])
     check_target("task", values["task"], ())
     run = Run(
-        seed=_value(int, values["seed"], "seed"),
+        seed=value_of(int, values["seed"], "seed"),
         folder=folder,
-        cache=Path(_value(str, values["cache"], "cache")).expanduser(),
+        cache=Path(value_of(str, values["cache"], "cache")).expanduser(),
         algorithm=algorithm,
         task=_task(values["task"]),
         reward=reward,
@@ -210,84 +215,14 @@ def _reward(parts: Any) -> tuple[RewardPart, ...]:
         where = f"reward.{name}"
         if not isinstance(part, dict) or "function" not in part:
             raise ConfigError(f"{where}.function is missing: a part has `function` and `weight`")
-        _refuse_unknown(where, part, {"function", "weight"})
+        refuse_unknown(where, part, {"function", "weight"})
         # what else a reward takes may be columns of the data
         check_target(f"{where}.function", part["function"], ("completion", "answer"), columns=True)
-        weight = _value(float, part.get("weight", 1.0), f"{where}.weight")
+        weight = value_of(float, part.get("weight", 1.0), f"{where}.weight")
         if not math.isfinite(weight):
             raise ConfigError(f"{where}.weight={weight:g} is not finite")
         made.append(RewardPart(name, _made(f"{where}.function", part["function"]), weight))
     return tuple(made)
-
-
-# ---------------------------------------------------------------------------------- types
-
-
-def typed(kind: Any, values: Any, where: str) -> Any:
-    """A dataclass from a mapping: no unknown key, no missing one, no wrong type.
-
-    Raises ConfigError, which names the key from `where` on.
-    """
-    if not isinstance(values, dict):
-        known = ", ".join(field.name for field in fields(kind))
-        raise ConfigError(f"{where}: expected a section with {known}")
-    _refuse_unknown(where, values, {field.name for field in fields(kind)})
-    hints = typing.get_type_hints(kind)
-    made = {}
-    for field in fields(kind):
-        name = f"{where}.{field.name}"
-        if field.name in values:
-            made[field.name] = _value(hints[field.name], values[field.name], name)
-        elif field.default is MISSING and field.default_factory is MISSING:
-            raise ConfigError(f"{name} is missing")
-    try:
-        return kind(**made)
-    except (ValueError, ArithmeticError) as error:
-        raise ConfigError(f"{where}: {error}") from error
-
-
-def _value(hint: Any, value: Any, where: str) -> Any:
-    """`value` as the annotation asks, without conversions beyond int -> float and list -> tuple."""
-    options = _options(hint)
-    if value is None and type(None) in options:
-        return None
-    for option in options:
-        origin = typing.get_origin(option) or option
-        if is_dataclass(origin) and isinstance(value, dict):
-            return typed(origin, value, where)
-        if origin is tuple and isinstance(value, list):
-            item, *_ = typing.get_args(option)  # tuple[item, ...]
-            return tuple(_value(item, v, f"{where}[{i}]") for i, v in enumerate(value))
-        if isinstance(value, bool) and origin is not bool:
-            continue  # true is no 1
-        if origin is float and isinstance(value, int | float):
-            if math.isnan(value):
-                raise ConfigError(f"{where} is not a number (nan)")
-            return float(value)
-        if origin in (bool, int, str) and isinstance(value, origin):
-            return value
-    origins = [typing.get_origin(option) or option for option in options]
-    wanted = " or ".join(_NAMES.get(o, getattr(o, "__name__", str(o))) for o in origins)
-    zero = isinstance(value, str) and re.match(r"[-+]?0\d", value)
-    why = "; a number can't begin with a 0: YAML takes it for text" if zero else ""
-    raise ConfigError(f"{where}={value!r:.60} should be {wanted}{why}")
-
-
-def _options(hint: Any) -> tuple[Any, ...]:
-    """The members of a union, or the one type; `int | float` is one thing, a number."""
-    union = typing.get_origin(hint) in (types.UnionType, typing.Union)
-    options = typing.get_args(hint) if union else (hint,)
-    return tuple(o for o in options if not (o is int and float in options))
-
-
-def _refuse_unknown(
-    where: str, values: dict[str, Any], known: Collection[str], hint: str = ""
-) -> None:
-    for key in values:
-        if key not in known:
-            close = difflib.get_close_matches(str(key), known, 1)
-            meant = f"did you mean {close[0]}?" if close else f"known: {', '.join(sorted(known))}"
-            raise ConfigError(f"unknown key {where}{'.' if where else ''}{key}; {meant}{hint}")
 
 
 # -------------------------------------------------------------------------------- targets
@@ -326,7 +261,7 @@ def check_target(
         own = {n: p for n, p in own.items() if n not in OFFERED.get(_axis(where), ())}
     if not any(p.kind is p.VAR_KEYWORD for p in parameters):
         foreign = where in AXES and not node["_target_"].startswith("grpo_jax.")
-        _refuse_unknown(where, given, own, f" ({where}=none brings no constants)" * foreign)
+        refuse_unknown(where, given, own, f" ({where}=none brings no constants)" * foreign)
     for key, parameter in own.items():
         name = f"{where}.{key}"
         if key not in given:
@@ -382,11 +317,11 @@ def _target(where: str, node: Any) -> Any:
 
 def _check_constant(annotation: Any, value: Any, where: str) -> None:
     """Against what YAML can say; a traced scalar beside it (`float | Array`) is for sweeps."""
-    options = _options(annotation)
+    options = options_of(annotation)
     if value is None and type(None) in options:
         return
     if any((typing.get_origin(o) or o) is Callable for o in options):
         raise ConfigError(f"{where}={value!r}: needs a _target_, the import path of a function")
     plain = [o for o in options if o in (int, float, str, bool, type(None))]
     if plain and all(o in plain or o is Array for o in options):
-        _value(typing.Union[tuple(plain)], value, where)  # noqa: UP007
+        value_of(typing.Union[tuple(plain)], value, where)  # noqa: UP007

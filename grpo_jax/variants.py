@@ -15,7 +15,7 @@ import yaml
 
 from grpo_jax.assemble import Run
 from grpo_jax.check import ConfigError
-from grpo_jax.config import AXES, CONF, compose, make_run
+from grpo_jax.config import AXES, check_choices, compose, make_run
 from grpo_jax.recording import Moment
 from grpo_jax.replay import Objective
 
@@ -93,8 +93,7 @@ def changed(config: dict[str, Any], overrides: Overrides) -> tuple[Run, list[str
     """(a run of this resolved configuration with other axes, checked; what a preset sets beside
     the axes, which is left out). Raises ConfigError."""
     selected = {key for key in overrides if "." not in key}
-    for key in selected:
-        _refuse_unknown(key, overrides[key])
+    check_choices(f"{key}={overrides[key]}" for key in selected)
     anew = set(AXES) if PRESET in selected else selected
     composed, kept = [], {axis: deepcopy(config[axis]) for axis in AXES if axis not in anew}
     for key, value in overrides.items():
@@ -119,13 +118,6 @@ def changed(config: dict[str, Any], overrides: Overrides) -> tuple[Run, list[str
 @cache
 def _plain() -> Any:
     return compose()
-
-
-def _refuse_unknown(group: str, value: str) -> None:
-    """In one line; Hydra's text has one for each value there is."""
-    known = sorted(path.stem for path in (CONF / group).glob("*.yaml"))
-    if value not in known:
-        raise ConfigError(f"{group}={value}: there are {', '.join(known)}")
 
 
 def _put(node: dict[str, Any], place: list[str], value: str, key: str) -> None:

@@ -16,7 +16,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from grpo_jax.check import ConfigError, announce
-from grpo_jax.config import make_run
+from grpo_jax.config import check_choices, make_run
 from grpo_jax.logging import write_failed
 from grpo_jax.trainer import train
 from grpo_jax.types import TrainingError
@@ -54,4 +54,8 @@ def main(config: DictConfig) -> None:
 
 
 if __name__ == "__main__":
+    try:
+        check_choices(sys.argv[1:])
+    except ConfigError as error:
+        sys.exit(f"error: {error}")
     main()

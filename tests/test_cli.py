@@ -8,12 +8,13 @@ from pathlib import Path
 
 SCRIPT = Path(__file__).parent.parent / "scripts" / "train.py"
 SWEEP = "-m optim.lr=007,-1 model.path=a/b"
-SCREEN = 17  # lines, Hydra's own included (it lists the group's values)
+SCREEN = 12  # lines, Hydra's own included
 # command -> what its text must name; the first six are those that the project promises
 COMMANDS = {
     "clip.hihg=.3": ("clip.hihg", "not in struct"),
     "+clip.hihg=.3": ("unknown key clip.hihg; did you mean high?",),
-    "algorithm=dapoo": ("algorithm/dapoo", "dapo_paper", "gspo"),
+    "algorithm=dapoo": ("algorithm=dapoo: did you mean dapo? there are", "dapo_paper, "),
+    "-m algorithm=grpo,dapoo": ("algorithm=dapoo: did you mean dapo? there are",),
     "clip.low=abc": ("clip.low='abc' should be a number",),
     "rollout.group_size=1": ("rollout.group_size=1", "at least 2"),
     "optim.lr=007": ("optim.lr='007'", "can't begin with a 0"),

@@ -200,7 +200,10 @@ def test_a_replay_by_hand(run, tmp_path, capsys):
     [
         (["nowhere"], "replay: no such folder: nowhere"),
         (["RUN", "--step", "9"], "no recording of step 9; there are 1, 2, 3"),
-        (["RUN", "--", "algorithm=dapoo"], "replay: algorithm=dapoo: there are cispo"),
+        (
+            ["RUN", "--", "algorithm=dapoo"],
+            "replay: algorithm=dapoo: did you mean dapo? there are cispo",
+        ),
         (["RUN", "--", "optim.lr=1"], "replay: optim.lr=1: only axes are replayed"),
         (["RUN", "--", "filter=mixed filter.on=style"], "filter.on='style' names no part"),
     ],

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from grpo_jax.check import ConfigError
-from grpo_jax.config import check_target, compose, load_algorithm, make_run, typed
+from grpo_jax.config import check_target, compose, load_algorithm, make_run
+from grpo_jax.typed import typed
 from grpo_jax.types import TrainingError
 from tests.composed import described, run_of
 

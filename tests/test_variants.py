@@ -109,8 +109,8 @@ def test_what_a_preset_sets_beside_the_axes_is_left_out_and_said():
     [
         ("train.epochs=1", "train.epochs=1: only axes are replayed"),
         ("clip", "clip: only axes are replayed"),
-        ("algorithm=grppo", "algorithm=grppo: there are cispo, .*dapo"),
-        ("clip=hihger", "clip=hihger: there are cispo, .*symmetric"),
+        ("algorithm=grppo", r"algorithm=grppo: did you mean grpo\? there are cispo, .*dapo"),
+        ("clip=hihger", r"clip=hihger: did you mean higher\? there are cispo, .*symmetric"),
         ("clip.hihg=0.3", r"clip.hihg: the run's own axis has no hihg \(low, high\)"),
         ("clip.high.x=0.3", "clip.high.x: the run's own axis has no high"),
         ("+clip.hihg=0.3", "unknown key clip.hihg; did you mean high"),
