@@ -33,7 +33,8 @@ LAYERS = (
     },
     {"assemble", "recording"},
     {"trainer", "check", "replay"},
-    {"config", "replay_report"},
+    {"typed", "replay_report"},
+    {"config"},
     {"variants"},
 )
 # Inside the package, these libraries are imported here only.
