@@ -175,7 +175,7 @@ def test_losses_gradients_and_sums_add_up_over_any_micro_batches(algorithm):
     batch = make_batch()
     weight = algorithm.aggregation(batch["mask"], batch["group"])
     loss, sums, gradient = run(algorithm, batch, weight)
-    for size in (1, 2, 4, len(weight)):
+    for size in (1, 4):  # tests/test_invariance.py has more, through the learner
         parts = [
             run(algorithm, rows_of(batch, at), weight[at])
             for at in (slice(i, i + size) for i in range(0, len(weight), size))
