@@ -52,8 +52,11 @@ def on_policy(batch, model, params, **choice):
 # -------------------------------------------------------------------------------- micro-batches
 
 
-# every aggregation, every rule that compares rows, and what needs more than log-probs
-CUT = {name: {"aggregation": rule, "kl": KL["k3"]} for name, rule in AGGREGATION.items()}
+# every rule that compares rows, and what needs more than log-probs; every aggregation is in
+# tests/test_invariance.py
+CUT = {
+    name: {"aggregation": AGGREGATION[name], "kl": KL["k3"]} for name in ("prompt_mean", "local")
+}
 CUT |= {
     f"{axis}={name}": {axis: value, "kl": KL["k3"]}
     for axis, values in AXES.items()
