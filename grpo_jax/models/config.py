@@ -1,6 +1,8 @@
-"""The shape of a Llama: plain numbers, no framework."""
+"""The shape of a Llama or one of its kin: plain numbers, no framework."""
 
 from dataclasses import dataclass
+
+FAMILIES = ("llama", "qwen2", "qwen3")
 
 
 @dataclass(frozen=True)
@@ -15,7 +17,11 @@ class Llama3Scaling:
 
 @dataclass(frozen=True)
 class LlamaConfig:
-    """Covers Llama 2, 3, 3.1, 3.2 and SmolLM2. Sizes are counts; `rope_theta` is the RoPE base."""
+    """Covers Llama 2, 3, 3.1, 3.2, SmolLM2, Qwen2, 2.5 and 3 (dense, full attention).
+
+    Sizes are counts; `rope_theta` is the RoPE base. `family` says what the model is called in a
+    config.json; what it computes is decided by the other fields alone.
+    """
 
     vocab_size: int
     hidden_size: int
@@ -28,6 +34,9 @@ class LlamaConfig:
     rope_scaling: Llama3Scaling | None = None
     rms_norm_eps: float = 1e-6
     tie_embeddings: bool = True
+    qkv_bias: bool = False  # on queries, keys and values (Qwen2 and 2.5)
+    qk_norm: bool = False  # RMSNorm of each query and key over its head_dim, before RoPE (Qwen3)
+    family: str = "llama"  # llama, qwen2 or qwen3
 
     def __post_init__(self):
         if self.num_heads % self.num_kv_heads:
@@ -37,6 +46,8 @@ class LlamaConfig:
             )
         if self.head_dim % 2:
             raise ValueError(f"head_dim ({self.head_dim}) is odd: RoPE turns pairs of channels")
+        if self.family not in FAMILIES:
+            raise ValueError(f"family {self.family!r}: one of {', '.join(FAMILIES)}")
 
     @property
     def queries_per_kv(self) -> int:

@@ -1,8 +1,9 @@
-"""Llama weights from a GGUF file (llama.cpp's format), dequantised by the `gguf` package, no torch.
+"""Weights from a GGUF file (llama.cpp's format), dequantised by the `gguf` package, no torch.
 
-llama.cpp rotates neighbouring channels, Hugging Face channel i with i + h/2; its converter
-reorders the rows of the query and key projections accordingly (`permute` in llama.cpp's
-convert_hf_to_gguf.py). Loading undoes that, renames the tensors, and leaves the rest to hf.py.
+For a Llama, llama.cpp rotates neighbouring channels, Hugging Face channel i with i + h/2; its
+converter reorders the rows of the query and key projections accordingly (`permute` in llama.cpp's
+convert_hf_to_gguf.py), but leaves Qwen2's and Qwen3's as they are. Loading undoes that, renames the
+tensors, and leaves the rest to hf.py.
 """
 
 from pathlib import Path
@@ -13,6 +14,7 @@ from gguf import GGUFReader, dequantize
 
 from grpo_jax.models import hf
 from grpo_jax.models.config import LlamaConfig
+from grpo_jax.models.hf_config import DEFAULT_THETA, TRAITS
 from grpo_jax.types import Params
 
 OUTER = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
@@ -26,6 +28,8 @@ INNER = {
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
 }
 
 
@@ -33,7 +37,7 @@ def load(path: str | Path, dtype: str = "float32") -> tuple[LlamaConfig, Params]
     """A GGUF file -> (config, parameters as numpy arrays of `dtype`, for the caller to place).
 
     Raises ValueError that names the file and an unknown architecture, RoPE scaling or tensor
-    (biases, experts, and the `rope_freqs` of Llama 3.1 and later among them).
+    (experts and the `rope_freqs` of Llama 3.1 and later among them).
     """
     return _load(Path(path), GGUFReader(path), dtype)
 
@@ -47,7 +51,7 @@ def to_hf_folder(path: str | Path, folder: str | Path, dtype: str = "float32") -
     reader = GGUFReader(path)
     config, params = _load(Path(path), reader, dtype)
     extra = {
-        "max_position_embeddings": _field(reader, "llama.context_length"),
+        "max_position_embeddings": _field(reader, f"{config.family}.context_length"),
         "bos_token_id": _field(reader, "tokenizer.ggml.bos_token_id"),
         "eos_token_id": _field(reader, "tokenizer.ggml.eos_token_id"),
         "pad_token_id": _field(reader, "tokenizer.ggml.padding_token_id"),
@@ -67,9 +71,9 @@ def _load(path: Path, reader: GGUFReader, dtype: str) -> tuple[LlamaConfig, Para
             # GGUF lists the fastest axis first
             shape = tensor.shape[::-1].tolist()
             weight = dequantize(tensor.data, tensor.tensor_type).astype(np.float32).reshape(shape)
-            if name.endswith("q_proj.weight"):
+            if config.family == "llama" and name.endswith("q_proj.weight"):
                 return unpermute(weight, config.num_heads)
-            if name.endswith("k_proj.weight"):
+            if config.family == "llama" and name.endswith("k_proj.weight"):
                 return unpermute(weight, config.num_kv_heads)
             return weight
 
@@ -92,38 +96,52 @@ def _hf_name(name: str) -> str:
     parts = name.split(".")
     if parts[-1] == "weight" and len(parts) == 2 and parts[0] in OUTER:
         return f"{OUTER[parts[0]]}.weight"
-    if parts[-1] == "weight" and len(parts) == 4 and parts[0] == "blk" and parts[2] in INNER:
-        return f"model.layers.{parts[1]}.{INNER[parts[2]]}.weight"
+    block = len(parts) == 4 and parts[0] == "blk" and parts[2] in INNER
+    if block and parts[-1] in ("weight", "bias"):
+        return f"model.layers.{parts[1]}.{INNER[parts[2]]}.{parts[-1]}"
     return name
 
 
 def _config(reader: GGUFReader, stored: dict[str, Any]) -> LlamaConfig:
-    architecture = _field(reader, "general.architecture")
-    if architecture != "llama":
-        raise ValueError(f"architecture {architecture!r}: only 'llama' is known")
-    scaling = _field(reader, "llama.rope.scaling.type") or "none"
+    family = _field(reader, "general.architecture")
+    if family not in TRAITS:
+        raise ValueError(f"architecture {family!r}: only {', '.join(TRAITS)} are known")
+
+    def get(name: str) -> Any:
+        return _field(reader, f"{family}.{name}")
+
+    def need(name: str) -> Any:
+        value = get(name)
+        if value is None:
+            raise ValueError(f"no metadata entry {family}.{name}")
+        return value
+
+    scaling = get("rope.scaling.type") or "none"
     if scaling != "none":
-        raise ValueError(f"llama.rope.scaling.type {scaling!r}: only 'none' is known")
+        raise ValueError(f"{family}.rope.scaling.type {scaling!r}: only 'none' is known")
     if "model.embed_tokens.weight" not in stored:
         raise ValueError("no tensor token_embd.weight")
-    heads, hidden = _need(reader, "attention.head_count"), _need(reader, "embedding_length")
-    head_dim = _field(reader, "llama.attention.key_length") or hidden // heads
-    rotated = _field(reader, "llama.rope.dimension_count") or head_dim
+    heads, hidden = need("attention.head_count"), need("embedding_length")
+    head_dim = get("attention.key_length") or hidden // heads
+    rotated = get("rope.dimension_count") or head_dim
     if rotated != head_dim:
         raise ValueError(
-            f"llama.rope.dimension_count {rotated}: RoPE turns all {head_dim} channels"
+            f"{family}.rope.dimension_count {rotated}: RoPE turns all {head_dim} channels"
         )
     return LlamaConfig(
         vocab_size=int(stored["model.embed_tokens.weight"].shape[1]),
         hidden_size=hidden,
-        num_layers=_need(reader, "block_count"),
+        num_layers=need("block_count"),
         num_heads=heads,
-        num_kv_heads=_field(reader, "llama.attention.head_count_kv") or heads,
+        num_kv_heads=get("attention.head_count_kv") or heads,
         head_dim=head_dim,
-        intermediate_size=_need(reader, "feed_forward_length"),
-        rope_theta=_field(reader, "llama.rope.freq_base") or hf.DEFAULT_THETA,
-        rms_norm_eps=_need(reader, "attention.layer_norm_rms_epsilon"),
+        intermediate_size=need("feed_forward_length"),
+        rope_theta=get("rope.freq_base") or DEFAULT_THETA,
+        rms_norm_eps=need("attention.layer_norm_rms_epsilon"),
         tie_embeddings="lm_head.weight" not in stored,
+        family=family,
+        qkv_bias=TRAITS[family]["qkv_bias"],
+        qk_norm=TRAITS[family]["qk_norm"],
     )
 
 
@@ -131,10 +149,3 @@ def _field(reader: GGUFReader, name: str) -> Any:
     """The value of one metadata entry, None where the file has none."""
     field = reader.get_field(name)
     return None if field is None else field.contents()
-
-
-def _need(reader: GGUFReader, name: str) -> Any:
-    value = _field(reader, f"llama.{name}")
-    if value is None:
-        raise ValueError(f"no metadata entry llama.{name}")
-    return value

@@ -1,9 +1,10 @@
-"""Llama checkpoints in Hugging Face's layout (config.json + safetensors), in and out, no torch.
+"""Checkpoints in Hugging Face's layout (config.json + safetensors), in and out, no torch.
 
 A folder holds `config.json` and either `model.safetensors` or `model.safetensors.index.json` with
 the shards that it names. Hugging Face stores a projection as [out, in] and applies y = x @ W.T;
 the parameter tree (llama.py) holds [in, ...out] with the heads unfolded, so every matrix is
 transposed on its way. No channel is permuted: these files are already in the rotate-half order.
+hf_config.py reads and writes the config.json.
 """
 
 import json
@@ -21,136 +22,9 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 
 from grpo_jax.models import llama
-from grpo_jax.models.config import Llama3Scaling, LlamaConfig
+from grpo_jax.models.config import LlamaConfig
+from grpo_jax.models.hf_config import read_config, to_hf
 from grpo_jax.types import Params
-
-ARCHITECTURE = "LlamaForCausalLM"
-# transformers' LlamaConfig has these values where a config.json is silent (Llama 2's has no theta)
-DEFAULT_THETA = 10000.0
-DEFAULT_EPS = 1e-6
-
-
-# ------------------------------------------------------------------------------------- config
-
-
-def read_config(folder: str | Path) -> LlamaConfig:
-    """The model's shape from `folder`/config.json.
-
-    Raises FileNotFoundError without that file, and ValueError (with the folder and the culprit)
-    for an architecture, RoPE type, activation or bias that the model does not have.
-    """
-    path = Path(folder) / "config.json"
-    if not path.is_file():
-        raise FileNotFoundError(f"{path} does not exist: {folder} is no Hugging Face model folder")
-    try:
-        return from_hf(json.loads(path.read_text(encoding="utf-8")))
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
-
-
-def from_hf(values: Mapping[str, Any]) -> LlamaConfig:
-    """A config.json's dict -> LlamaConfig; both of transformers' layouts (see `_read_rope`)."""
-    _refuse_other_models(values)
-    heads, hidden = _need(values, "num_attention_heads"), _need(values, "hidden_size")
-    theta, scaling = _read_rope(values)
-    return LlamaConfig(
-        vocab_size=_need(values, "vocab_size"),
-        hidden_size=hidden,
-        num_layers=_need(values, "num_hidden_layers"),
-        num_heads=heads,
-        num_kv_heads=values.get("num_key_value_heads") or heads,
-        head_dim=values.get("head_dim") or hidden // heads,
-        intermediate_size=_need(values, "intermediate_size"),
-        rope_theta=theta,
-        rope_scaling=scaling,
-        rms_norm_eps=values.get("rms_norm_eps", DEFAULT_EPS),
-        tie_embeddings=values.get("tie_word_embeddings", False),
-    )
-
-
-def to_hf(config: LlamaConfig) -> dict[str, Any]:
-    """LlamaConfig -> the entries of a config.json.
-
-    RoPE is written in the older layout (`rope_theta` and `rope_scaling`): transformers 5 reads
-    it too, whereas earlier readers do not know `rope_parameters`.
-    """
-    s = config.rope_scaling
-    scaling = s and {
-        "rope_type": "llama3",
-        "factor": s.factor,
-        "low_freq_factor": s.low_freq_factor,
-        "high_freq_factor": s.high_freq_factor,
-        "original_max_position_embeddings": s.original_max_position,
-    }
-    return {
-        "architectures": [ARCHITECTURE],
-        "model_type": "llama",
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.hidden_size,
-        "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.num_kv_heads,
-        "head_dim": config.head_dim,
-        "intermediate_size": config.intermediate_size,
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "mlp_bias": False,
-        "rms_norm_eps": config.rms_norm_eps,
-        "rope_theta": config.rope_theta,
-        "rope_scaling": scaling,
-        "tie_word_embeddings": config.tie_embeddings,
-    }
-
-
-def _need(values: Mapping[str, Any], name: str) -> Any:
-    if values.get(name) is None:
-        raise ValueError(f"no entry {name!r}")
-    return values[name]
-
-
-def _refuse_other_models(values: Mapping[str, Any]) -> None:
-    architectures = values.get("architectures") or []
-    if architectures and architectures != [ARCHITECTURE]:
-        raise ValueError(f"architecture {', '.join(architectures)}: only {ARCHITECTURE} is known")
-    kind = values.get("model_type", "llama" if architectures else None)
-    if kind != "llama":
-        raise ValueError(f"model_type {kind!r}: only 'llama' is known")
-    for name in ("attention_bias", "mlp_bias"):
-        if values.get(name):
-            raise ValueError(f"{name} is true: this Llama has no biases")
-    if values.get("hidden_act", "silu") != "silu":
-        raise ValueError(f"hidden_act {values['hidden_act']!r}: only 'silu' is known")
-    if values.get("quantization_config"):
-        raise ValueError("quantization_config: the weights are quantised; only plain ones load")
-
-
-def _read_rope(values: Mapping[str, Any]) -> tuple[float, Llama3Scaling | None]:
-    """(theta, scaling) from `rope_parameters` (transformers 5) or `rope_theta` + `rope_scaling`.
-
-    In the second layout the kind may be spelled `type`. An entry given twice must agree.
-    """
-    parts = [values.get("rope_parameters"), values.get("rope_scaling")]
-    if values.get("rope_theta") is not None:
-        parts.append({"rope_theta": values["rope_theta"]})
-    rope: dict[str, Any] = {}
-    for part in parts:
-        for key, value in (part or {}).items():
-            key = "rope_type" if key == "type" else key
-            if rope.setdefault(key, value) != value:
-                raise ValueError(f"two values of {key}: {rope[key]!r} and {value!r}")
-    theta = float(rope.get("rope_theta", DEFAULT_THETA))
-    kind = rope.get("rope_type", "default")
-    if kind == "default":
-        return theta, None
-    if kind != "llama3":
-        raise ValueError(f"rope_type {kind!r}: only 'default' and 'llama3' are known")
-    return theta, Llama3Scaling(
-        factor=_need(rope, "factor"),
-        low_freq_factor=_need(rope, "low_freq_factor"),
-        high_freq_factor=_need(rope, "high_freq_factor"),
-        original_max_position=_need(rope, "original_max_position_embeddings"),
-    )
-
 
 # ------------------------------------------------------------------------------------ tensors
 
@@ -159,12 +33,12 @@ class _Place(NamedTuple):
     """Where the tensor of one file entry lies in the parameter tree."""
 
     shape: tuple[int, ...]  # in the file
-    leaf: tuple[str, str, str] | tuple[str, str]
+    leaf: tuple[str, ...]
     index: tuple[int | slice, ...]  # basic indices: the part of the leaf is a view
 
     @property
     def transposed(self) -> bool:
-        """Projections are; embeddings [V, D] and norms [D] lie alike in both."""
+        """Projections are; embeddings [V, D], norms and biases lie alike in both."""
         return len(self.shape) == 2 and self.leaf[-1] != "embedding"
 
 
@@ -193,6 +67,27 @@ def _places(config: LlamaConfig) -> dict[str, _Place]:
             "mlp.down_proj": _Place((D, F), ("layers", "mlp", "down"), (l,)),
         }
         places |= {f"model.layers.{l}.{name}.weight": place for name, place in layer.items()}
+        places |= _family_places(config, l)
+    return places
+
+
+def _family_places(config: LlamaConfig, l: int) -> dict[str, _Place]:
+    """What layer `l` has in some families only."""
+    K, R, h = config.num_kv_heads, config.queries_per_kv, config.head_dim
+    attention, everything = ("layers", "attention"), slice(None)
+    bias, prefix = (*attention, "qkv_bias"), f"model.layers.{l}.self_attn"
+    places = {}
+    if config.qkv_bias:
+        places |= {
+            f"{prefix}.q_proj.bias": _Place((K * R * h,), bias, (l, everything, slice(R))),
+            f"{prefix}.k_proj.bias": _Place((K * h,), bias, (l, everything, R)),
+            f"{prefix}.v_proj.bias": _Place((K * h,), bias, (l, everything, R + 1)),
+        }
+    if config.qk_norm:
+        places |= {
+            f"{prefix}.{name}.weight": _Place((h,), (*attention, name, "scale"), (l,))
+            for name in ("q_norm", "k_norm")
+        }
     return places
 
 
@@ -271,7 +166,10 @@ def tensors(config: LlamaConfig, params: Params, dtype: str = "float32") -> dict
     result = {}
     for name, place in _places(config).items():
         tensor = _leaf(host, place.leaf)[place.index]
-        tensor = tensor.reshape(place.shape[::-1]).T if place.transposed else tensor
+        if place.transposed:
+            tensor = tensor.reshape(place.shape[::-1]).T
+        else:
+            tensor = tensor.reshape(place.shape)
         result[name] = np.ascontiguousarray(tensor.astype(jnp.dtype(dtype)))
     return result
 
@@ -323,11 +221,11 @@ def save(
     bos_token_id, ...); a whole config.json will do, the model's own entries win. Each file appears
     at once, under its name, or not at all. float32 -> `dtype` rounds to nearest even.
     """
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
     # `rope_parameters` would say twice what `to_hf` writes
     rest = {k: v for k, v in (extra or {}).items() if k not in ("rope_parameters", "dtype")}
     entries = rest | to_hf(config) | {"torch_dtype": str(jnp.dtype(dtype))}
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
     part = folder / "model.safetensors.part"
     # readers of other frameworks refuse a file without this mark; it names the axis order only
     save_file(tensors(config, params, dtype), part, metadata={"format": "pt"})

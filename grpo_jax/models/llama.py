@@ -1,4 +1,4 @@
-"""Llama in Flax NNX: declared here, split once, and seen by everything else as `Model`.
+"""Llama and its kin in Flax NNX: declared here, split once, and seen by everything else as `Model`.
 
 `Model` holds pure functions of a nested dict of arrays (the parameter tree below); no NNX object
 crosses a `jit` boundary. Layers are stacked on axis 0. Query, key and value weights of one key head
@@ -9,6 +9,10 @@ lie together (as do gate and up), so each is one matmul and a tensor mesh can sp
     layers/attention/out [L, K, R, h, D]  layers/mlp_norm/scale [L, D]
     layers/mlp/gate_up [L, D, 2, F]       layers/mlp/down [L, F, D]
     norm/scale [D]                        head/embedding [V, D] (untied models only)
+    layers/attention/qkv_bias [L, K, R+2, h]      (only with `qkv_bias`: Qwen2)
+    layers/attention/q_norm/scale, k_norm/scale [L, h]    (only with `qk_norm`: Qwen3)
+
+A dict "lora" in a layer's attention or mlp (see lora.py) is applied; without one, the plain base.
 """
 
 from collections.abc import Callable
@@ -22,7 +26,9 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Key
 
+from grpo_jax.models import lora
 from grpo_jax.models.config import LlamaConfig
+from grpo_jax.models.linear import dot
 from grpo_jax.types import Params
 
 MASKED = -1e30  # added to a score; finite, so that a row with no key at all stays finite
@@ -53,16 +59,19 @@ class Model:
     head: Callable[[Params], Float[Array, "V D"]]
 
 
-def build(config: LlamaConfig, *, dtype: str = "float32", remat: bool = False) -> Model:
-    """The model's functions. `dtype`: of the matmuls; `remat`: recompute layers in the backward."""
-    compute = jnp.dtype(dtype)
+def build(
+    config: LlamaConfig, *, dtype: str = "float32", remat: bool = False, lora_scale: float = 1.0
+) -> Model:
+    """The model's functions. `dtype`: of the matmuls; `remat`: recompute layers in the backward;
+    `lora_scale`: of the adapters, where the parameters have some."""
+    compute, block = jnp.dtype(dtype), partial(_block, config, lora_scale)
     return Model(
         config=config,
         init=partial(init, config),
-        hidden=partial(_hidden, config, compute, remat),
-        prefill=partial(_prefill, config, compute),
+        hidden=partial(_hidden, config, block, compute, remat),
+        prefill=partial(_prefill, config, block, compute),
         unstack=partial(_unstack, config),
-        decode=partial(_decode, config, compute),
+        decode=partial(_decode, config, block, compute),
         empty_cache=partial(_empty_cache, config, compute),
         head=partial(_head, config),
     )
@@ -94,39 +103,60 @@ class RMSNorm(nnx.Module):
 class Attention(nnx.Module):
     """Projections of one layer; the attention itself depends on the cache and lies outside."""
 
-    def __init__(self, c: LlamaConfig, rngs: nnx.Rngs):
+    def __init__(self, c: LlamaConfig, rngs: nnx.Rngs, ranks: dict[str, int], scale: float):
         D, K, R, h = c.hidden_size, c.num_kv_heads, c.queries_per_kv, c.head_dim
         self.qkv = _normal(rngs, (D, K, R + 2, h), D**-0.5)
         self.out = _normal(rngs, (K, R, h, D), (K * R * h * 2 * c.num_layers) ** -0.5)
+        self.qkv_bias = nnx.Param(jnp.zeros((K, R + 2, h))) if c.qkv_bias else None
+        self.q_norm = RMSNorm(h, c.rms_norm_eps) if c.qk_norm else None
+        self.k_norm = RMSNorm(h, c.rms_norm_eps) if c.qk_norm else None
+        self.lora = lora.declare(c, "attention", ranks, scale, rngs)
 
     def project(self, x, cos, sin):
         """x [*b, D] -> q [*b, K, R, h] (rotated, scaled), k and v [*b, K, h] (k rotated)."""
-        y = _dot(x, self.qkv[...], 1)
-        q, k, v = y[..., :-2, :], y[..., -2, :], y[..., -1, :]
+        y = dot(x, self.qkv[...], 1)
+        if self.qkv_bias is not None:
+            y = y + self.qkv_bias[...]
+        y = y if self.lora else y.astype(x.dtype)  # the product's own output, where it is whole
+        parts = {"q": y[..., :-2, :], "k": y[..., -2, :], "v": y[..., -1, :]}
+        q, k, v = (lora.adapted(self.lora, t, x, y).astype(x.dtype) for t, y in parts.items())
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
         q = rotate(q, cos[..., None, None, :], sin[..., None, None, :]) * q.shape[-1] ** -0.5
         return q.astype(x.dtype), rotate(k, cos[..., None, :], sin[..., None, :]), v
 
     def merge(self, heads: Float[Array, "*b K R h"]) -> Float[Array, "*b D"]:
-        return _dot(heads, self.out[...], 3)
+        y = dot(heads, self.out[...], 3)
+        return lora.adapted(self.lora, "o", heads, y).astype(heads.dtype)
 
 
 class MLP(nnx.Module):
-    def __init__(self, c: LlamaConfig, rngs: nnx.Rngs):
+    def __init__(self, c: LlamaConfig, rngs: nnx.Rngs, ranks: dict[str, int], scale: float):
         D, F = c.hidden_size, c.intermediate_size
         self.gate_up = _normal(rngs, (D, 2, F), D**-0.5)
         self.down = _normal(rngs, (F, D), (F * 2 * c.num_layers) ** -0.5)
+        self.lora = lora.declare(c, "mlp", ranks, scale, rngs)
 
     def __call__(self, x: Float[Array, "*b D"]) -> Float[Array, "*b D"]:
-        y = _dot(x, self.gate_up[...], 1)
-        return _dot(jax.nn.silu(y[..., 0, :]) * y[..., 1, :], self.down[...], 1)
+        y = dot(x, self.gate_up[...], 1)
+        y = y if self.lora else y.astype(x.dtype)
+        parts = {"gate": y[..., 0, :], "up": y[..., 1, :]}
+        gate, up = (lora.adapted(self.lora, t, x, y).astype(x.dtype) for t, y in parts.items())
+        inner = jax.nn.silu(gate) * up
+        return lora.adapted(self.lora, "down", inner, dot(inner, self.down[...], 1)).astype(x.dtype)
 
 
 class Block(nnx.Module):
-    def __init__(self, c: LlamaConfig, rngs: nnx.Rngs):
+    """One layer. `ranks`: of its adapters by target (none to begin with), which `scale` scales."""
+
+    def __init__(
+        self, c: LlamaConfig, rngs: nnx.Rngs, ranks: dict[str, int] | None = None, scale: float = 1
+    ):
+        ranks = ranks or {}
         self.attention_norm = RMSNorm(c.hidden_size, c.rms_norm_eps)
-        self.attention = Attention(c, rngs)
+        self.attention = Attention(c, rngs, ranks, scale)
         self.mlp_norm = RMSNorm(c.hidden_size, c.rms_norm_eps)
-        self.mlp = MLP(c, rngs)
+        self.mlp = MLP(c, rngs, ranks, scale)
 
     def __call__(self, x, cos, sin, attend):
         """attend(q, k, v) -> (heads [*b, K, R, h], extra); returns (x, extra)."""
@@ -163,17 +193,9 @@ def _module(declare: Callable, params: Params):
     return nnx.merge(graph, state)
 
 
-def _block(config: LlamaConfig, layer: Params) -> Block:
-    """One layer, from that layer's slice of the stacked parameters."""
-    return _module(lambda: Block(config, nnx.Rngs(0)), layer)
-
-
-def _dot(x, w, axes: int):
-    """x [*b, *in] @ w [*in, *out] over the last `axes` of x; accumulates in float32."""
-    w = w.astype(x.dtype)
-    contract = (tuple(range(x.ndim - axes, x.ndim)), tuple(range(axes)))
-    y = lax.dot_general(x, w, (contract, ((), ())), preferred_element_type=jnp.float32)
-    return y.astype(x.dtype)
+def _block(config: LlamaConfig, lora_scale: float, layer: Params) -> Block:
+    """One layer, from that layer's slice of the stacked parameters, with the adapters in it."""
+    return _module(lambda: Block(config, nnx.Rngs(0), lora.ranks(layer), lora_scale), layer)
 
 
 # ------------------------------------------------------------------------------ RoPE, attention
@@ -251,7 +273,7 @@ def _final_norm(config: LlamaConfig, params: Params, x):
     return _module(declare, params["norm"])(x)
 
 
-def _run(config, dtype, remat, params, tokens, mask, keep_kv):
+def _run(config, block, dtype, remat, params, tokens, mask, keep_kv):
     """Every layer over a whole padded batch -> (x [B,T,D], stacked keys and values or None)."""
     cos, sin = _angles(config, positions(mask))
     T = tokens.shape[1]
@@ -262,19 +284,19 @@ def _run(config, dtype, remat, params, tokens, mask, keep_kv):
         return _attend_full(bias, q, k, v), ((k, v) if keep_kv else None)
 
     def layer(x, weights):
-        return _block(config, weights)(x, cos, sin, attend)
+        return block(weights)(x, cos, sin, attend)
 
     x = params["embed"]["embedding"].astype(dtype)[tokens]
     return lax.scan(jax.checkpoint(layer) if remat else layer, x, params["layers"])
 
 
-def _hidden(config, dtype, remat, params, tokens, mask):
-    x, _ = _run(config, dtype, remat, params, tokens, mask, keep_kv=False)
+def _hidden(config, block, dtype, remat, params, tokens, mask):
+    x, _ = _run(config, block, dtype, remat, params, tokens, mask, keep_kv=False)
     return _final_norm(config, params, x)
 
 
-def _prefill(config, dtype, params, tokens, mask):
-    x, (k, v) = _run(config, dtype, False, params, tokens, mask, keep_kv=True)
+def _prefill(config, block, dtype, params, tokens, mask):
+    x, (k, v) = _run(config, block, dtype, False, params, tokens, mask, keep_kv=True)
     cache = (k.transpose(0, 1, 3, 2, 4), v.transpose(0, 1, 3, 2, 4))  # [L, P, K, S, h]
     return _final_norm(config, params, x[:, -1]), _by_layer(config, cache)
 
@@ -299,7 +321,7 @@ def _empty_cache(config, dtype, rows: int, slots: int):
     return jnp.zeros((L, *keys), dtype), jnp.zeros((L, *values), dtype)
 
 
-def _decode(config, dtype, params, token, position, prompt_cache, prompt_mask, cache, t):
+def _decode(config, block, dtype, params, token, position, prompt_cache, prompt_mask, cache, t):
     cos, sin = _angles(config, position)
     prompt_bias = jnp.where(prompt_mask, 0.0, MASKED)[:, None, None]
     slots = jax.tree.leaves(cache)[0].shape[-1]
@@ -312,7 +334,7 @@ def _decode(config, dtype, params, token, position, prompt_cache, prompt_mask, c
             kv, kept = write((k[..., None], v[:, :, None]))
             return _attend_shared(prompt_kv, prompt_bias, kv, bias, q), kept
 
-        return _block(config, weights)(x, cos, sin, attend)
+        return block(weights)(x, cos, sin, attend)
 
     if config.num_layers <= UNROLL_LAYERS:
         new = []

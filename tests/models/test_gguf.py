@@ -26,16 +26,18 @@ BLOCK = {
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
 }
 OUTER = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 
 
 def gguf_name(name):
-    name = name.removesuffix(".weight")
+    name, end = name.rsplit(".", 1)
     if name in OUTER:
-        return f"{OUTER[name]}.weight"
+        return f"{OUTER[name]}.{end}"
     layer, part = name.removeprefix("model.layers.").split(".", 1)
-    return f"blk.{layer}.{BLOCK[part]}.weight"
+    return f"blk.{layer}.{BLOCK[part]}.{end}"
 
 
 def interleave(weight, heads):
@@ -47,10 +49,10 @@ def interleave(weight, heads):
     return weight[order]
 
 
-def write(path, kind, *, quantised=(), architecture="llama", extra=(), **fields):
+def write(path, kind, *, quantised=(), architecture=None, extra=(), **fields):
     """The tiny model `kind` as a GGUF file: float32, or Q8_0 for the tensors in `quantised`."""
     config = hf.read_config(DATA / kind)
-    writer = GGUFWriter(path, architecture)
+    writer = GGUFWriter(path, architecture or config.family)
     writer.add_block_count(config.num_layers)
     writer.add_context_length(64)
     writer.add_embedding_length(config.hidden_size)
@@ -68,7 +70,8 @@ def write(path, kind, *, quantised=(), architecture="llama", extra=(), **fields)
         weight = tensor.astype(np.float32)
         heads = {"q_proj": config.num_heads, "k_proj": config.num_kv_heads}
         heads = heads.get(name.split(".")[-2])
-        weight = interleave(weight, heads) if heads else weight
+        # the converter leaves the channels of a Qwen where they are
+        weight = interleave(weight, heads) if heads and config.family == "llama" else weight
         if name in quantised:
             q8 = GGMLQuantizationType.Q8_0
             writer.add_tensor(gguf_name(name), gguf.quantize(weight, q8), raw_dtype=q8)
@@ -88,12 +91,12 @@ def near(config):
     return np.float32(config.rms_norm_eps)
 
 
-@pytest.mark.parametrize("kind", ["tied", "untied", "wide_heads"])
+@pytest.mark.parametrize("kind", ["tied", "untied", "wide_heads", "qwen2", "qwen2_untied", "qwen3"])
 def test_a_float_file_loads_as_the_hugging_face_folder(kind, tmp_path):
     config, params = model_gguf.load(write(tmp_path / "m.gguf", kind))
     want_config, want = hf.load(DATA / kind)
     assert near(config) == near(want_config)
-    assert config.tie_embeddings == (kind != "untied")
+    assert config.tie_embeddings == (not kind.endswith("untied"))
     assert vars(config) | {"rms_norm_eps": 0} == vars(want_config) | {"rms_norm_eps": 0}
     assert jax.tree.structure(params) == jax.tree.structure(want)
     jax.tree.map(np.testing.assert_array_equal, params, want)
@@ -138,9 +141,11 @@ def test_to_hf_folder_writes_the_weights_and_the_ids(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"architecture": "qwen2"}, "qwen2"),
+        ({"architecture": "gemma3"}, "gemma3"),
+        ({"architecture": "qwen2"}, r"missing model\.layers\.0\.self_attn\.k_proj\.bias"),
         ({"extra": ("rope_freqs.weight",)}, r"rope_freqs\.weight"),
-        ({"extra": ("blk.0.attn_q.bias",)}, r"blk\.0\.attn_q\.bias"),
+        ({"extra": ("blk.0.attn_q.bias",)}, r"layers\.0\.self_attn\.q_proj\.bias"),
+        ({"extra": ("blk.0.ffn_gate_inp.weight",)}, r"blk\.0\.ffn_gate_inp\.weight"),
         ({"llama__rope__scaling__type": "yarn"}, "yarn"),
     ],
 )

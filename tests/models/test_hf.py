@@ -1,4 +1,4 @@
-"""Hugging Face folders in and out: config layouts, tensor placement, tied heads, round trips."""
+"""Hugging Face folders in and out: tensor placement, tied heads, round trips."""
 
 import json
 
@@ -9,108 +9,13 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from grpo_jax.models import hf
-from grpo_jax.models.config import Llama3Scaling, LlamaConfig
+from grpo_jax.models.config import LlamaConfig
+from grpo_jax.models.hf_config import to_hf
 from tests.models.test_llama import DATA, KINDS
 
-# Llama 3.2 1B's config.json in the layout of the hub
-OLD = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "vocab_size": 128256,
-    "hidden_size": 2048,
-    "intermediate_size": 8192,
-    "num_hidden_layers": 16,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 64,
-    "hidden_act": "silu",
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 500000.0,
-    "rope_scaling": {
-        "rope_type": "llama3",
-        "factor": 32.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 8192,
-    },
-    "tie_word_embeddings": True,
-}
-NEW = {k: v for k, v in OLD.items() if not k.startswith("rope_")} | {
-    "rope_parameters": {"rope_theta": 500000.0, **OLD["rope_scaling"]}
-}
-PARSED = LlamaConfig(
-    vocab_size=128256,
-    hidden_size=2048,
-    num_layers=16,
-    num_heads=32,
-    num_kv_heads=8,
-    head_dim=64,
-    intermediate_size=8192,
-    rope_theta=500000.0,
-    rope_scaling=Llama3Scaling(32.0, 1.0, 4.0, 8192),
-    rms_norm_eps=1e-5,
-    tie_embeddings=True,
-)
 TINY = LlamaConfig(5, 6, 2, 4, 2, 2, 3, tie_embeddings=False)
-
-
-# ------------------------------------------------------------------------------------- config
-
-
-def test_both_layouts_of_the_config_are_read():
-    legacy = {k: v for k, v in OLD["rope_scaling"].items() if k != "rope_type"}
-    legacy = OLD | {"rope_scaling": legacy | {"type": "llama3"}}
-    assert hf.from_hf(OLD) == hf.from_hf(NEW) == hf.from_hf(legacy) == PARSED
-
-
-def test_unscaled_rope_in_both_layouts():
-    old = OLD | {"rope_scaling": None}
-    new = NEW | {"rope_parameters": {"rope_theta": 500000.0, "rope_type": "default"}}
-    assert hf.from_hf(old) == hf.from_hf(new)
-    assert hf.from_hf(old).rope_theta == 500000.0
-    assert hf.from_hf(old).rope_scaling is None
-
-
-def test_entries_that_old_files_leave_out_have_transformers_defaults():
-    optional = ("num_key_value_heads", "head_dim", "rope_theta", "rope_scaling", "rms_norm_eps")
-    bare = {k: v for k, v in OLD.items() if k not in (*optional, "tie_word_embeddings")}
-    config = hf.from_hf(bare)
-    assert (config.num_kv_heads, config.head_dim) == (32, 64)
-    assert (config.rope_theta, config.rms_norm_eps) == (10000.0, 1e-6)
-    assert config.tie_embeddings is False
-
-
-@pytest.mark.parametrize(
-    ("change", "named"),
-    [
-        ({"architectures": ["MistralForCausalLM"]}, "MistralForCausalLM"),
-        ({"model_type": "qwen3"}, "qwen3"),
-        ({"architectures": None, "model_type": None}, "model_type None"),
-        ({"attention_bias": True}, "attention_bias"),
-        ({"mlp_bias": True}, "mlp_bias"),
-        ({"hidden_act": "gelu"}, "gelu"),
-        ({"quantization_config": {"bits": 4}}, "quantization_config"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "yarn"),
-        ({"rope_scaling": {"type": "linear", "factor": 4.0}}, "linear"),
-        ({"rope_scaling": {"rope_type": "llama3", "factor": 4.0}}, "low_freq_factor"),
-        ({"rope_parameters": {"rope_theta": 10000.0}}, "rope_theta"),
-        ({"num_hidden_layers": None}, "num_hidden_layers"),
-        ({"num_key_value_heads": 5}, "num_kv_heads"),
-    ],
-)
-def test_what_the_model_lacks_is_an_error_that_names_it(tmp_path, change, named):
-    (tmp_path / "config.json").write_text(json.dumps(OLD | change))
-    with pytest.raises(ValueError, match=named) as error:
-        hf.read_config(tmp_path)
-    assert str(tmp_path) in str(error.value)
-
-
-def test_the_config_survives_writing():
-    for config in (PARSED, TINY):
-        assert hf.from_hf(json.loads(json.dumps(hf.to_hf(config)))) == config
-
-
-# ------------------------------------------------------------------------------------ tensors
+QWEN2 = LlamaConfig(5, 6, 2, 4, 2, 2, 3, qkv_bias=True, family="qwen2")
+QWEN3 = LlamaConfig(5, 6, 2, 4, 2, 2, 3, qk_norm=True, family="qwen3")
 
 
 def numbered(config):
@@ -125,7 +30,7 @@ def numbered(config):
 
 def write(folder, config, tensors):
     folder.mkdir(exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(hf.to_hf(config)))
+    (folder / "config.json").write_text(json.dumps(to_hf(config)))
     save_file(tensors, folder / "model.safetensors")
     return folder
 
@@ -161,19 +66,62 @@ def test_every_tensor_goes_to_its_place(tmp_path):
     np.testing.assert_array_equal(params["norm"]["scale"], files["model.norm.weight"])
 
 
+def test_the_traits_of_the_qwens_go_to_their_places(tmp_path):
+    files = numbered(QWEN2)
+    _, params = hf.load(write(tmp_path / "2", QWEN2, files))
+    bias = params["layers"]["attention"]["qkv_bias"]  # [L, K, R+2, h]
+    q, k, v = (files[f"model.layers.1.self_attn.{x}_proj.bias"].reshape(-1, 2) for x in "qkv")
+    for kv in range(2):
+        np.testing.assert_array_equal(bias[1, kv], [q[2 * kv], q[2 * kv + 1], k[kv], v[kv]])
+    files = numbered(QWEN3)
+    _, params = hf.load(write(tmp_path / "3", QWEN3, files))
+    for name in ("q_norm", "k_norm"):
+        scale = params["layers"]["attention"][name]["scale"]
+        np.testing.assert_array_equal(scale[1], files[f"model.layers.1.self_attn.{name}.weight"])
+
+
+def test_another_familys_tensors_are_named(tmp_path):
+    norm = "model.layers.0.self_attn.q_norm.weight"
+    cases = [
+        (QWEN2, TINY, r"missing model\.layers\.0\.self_attn\.k_proj\.bias"),
+        (TINY, QWEN2, r"unexpected model\.layers\.0\.self_attn\.k_proj\.bias"),
+        (QWEN3, QWEN2, norm),
+    ]
+    for i, (config, other, named) in enumerate(cases):
+        with pytest.raises(ValueError, match=named):
+            hf.load(write(tmp_path / str(i), config, numbered(other)))
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_file_of_transformers_survives_bit_for_bit(kind, tmp_path):
-    """Load transformers' bfloat16 file, save it: the same names, shapes and bits."""
-    config, params = hf.load(DATA / kind, "bfloat16")
-    hf.save(tmp_path, config, params, "bfloat16")
+    """Load transformers' file, save it: the same names, shapes and bits."""
     want = load_file(DATA / kind / "model.safetensors")
+    dtype = "float32" if kind == "llama2" else "bfloat16"
+    config, params = hf.load(DATA / kind, dtype)
+    hf.save(tmp_path, config, params, dtype)
     got = load_file(tmp_path / "model.safetensors")
     assert got.keys() == want.keys()
     for name in want:
-        assert got[name].dtype == want[name].dtype == jnp.bfloat16
+        assert got[name].dtype == want[name].dtype == jnp.dtype(dtype)
         np.testing.assert_array_equal(got[name].view(np.uint16), want[name].view(np.uint16))
     assert hf.read_config(tmp_path) == config == hf.read_config(DATA / kind)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["config.json", "model.safetensors"]
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("kind", KINDS)
+def test_transformers_computes_the_same_from_what_is_saved(kind, tmp_path):
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    config, params = hf.load(DATA / kind)
+    hf.save(tmp_path, config, params)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    want = load_file(DATA / kind / "reference.safetensors")
+    tokens, mask = torch.tensor(want["tokens"]).long(), torch.tensor(want["mask"]).long()
+    position = (mask.cumsum(-1) - 1).clamp(min=0)
+    with torch.no_grad():
+        got = model(tokens, attention_mask=mask, position_ids=position).logits.numpy()
+    np.testing.assert_allclose(got[want["mask"]], want["logits"][want["mask"]], atol=1e-4, rtol=0)
 
 
 def test_float32_parameters_survive_bit_for_bit(tmp_path):
@@ -216,7 +164,7 @@ def test_a_sharded_folder_loads_as_the_single_file(tmp_path):
 def test_absent_files_are_named(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"config\.json"):
         hf.load(tmp_path)
-    (tmp_path / "config.json").write_text(json.dumps(hf.to_hf(TINY)))
+    (tmp_path / "config.json").write_text(json.dumps(to_hf(TINY)))
     with pytest.raises(FileNotFoundError, match=r"model\.safetensors"):
         hf.load(tmp_path)
 

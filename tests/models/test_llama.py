@@ -1,4 +1,4 @@
-"""The Llama against transformers' own logits, and against itself (padding, cache, remat).
+"""The model against transformers' own logits, and against itself (padding, cache, remat).
 
 The reference numbers are the output of tests/data/make_llama_reference.py.
 """
@@ -19,7 +19,17 @@ from grpo_jax.models import hf, llama
 from grpo_jax.models.config import Llama3Scaling, LlamaConfig
 
 DATA = Path(__file__).parents[1] / "data" / "llama"
-KINDS = ("tied", "untied", "llama3", "wide_heads")
+KINDS = (
+    "tied",
+    "untied",
+    "llama3",
+    "wide_heads",
+    "llama2",
+    "smollm2",
+    "qwen2",
+    "qwen2_untied",
+    "qwen3",
+)
 ROOT = Path(__file__).parents[2]
 
 
@@ -75,7 +85,7 @@ def decode_all(model, params, prompt, prompt_mask, completion):
     return jnp.stack(states, 1)
 
 
-@pytest.mark.parametrize(("kind", "unrolled"), [("tied", True), ("tied", False), ("llama3", True)])
+@pytest.mark.parametrize(("kind", "unrolled"), [("tied", True), ("qwen2", False), ("qwen3", True)])
 def test_cached_decode_equals_the_full_forward(kind, unrolled, monkeypatch):
     monkeypatch.setattr(llama, "UNROLL_LAYERS", 8 if unrolled else 0)
     model, params, _ = load(kind)
@@ -120,6 +130,18 @@ def test_random_parameters_have_the_documented_tree(tied):
         "norm": {"scale": (8,)},
     }
     assert shapes == want | ({} if tied else {"head": {"embedding": (7, 8)}})
+
+
+def test_what_a_qwen_has_besides():
+    config = LlamaConfig(7, 8, 3, 4, 2, 6, 10, qkv_bias=True, qk_norm=True)
+    shapes = jax.tree.map(jnp.shape, jax.eval_shape(partial(llama.init, config), jax.random.key(0)))
+    assert shapes["layers"]["attention"] == {
+        "qkv": (3, 8, 2, 4, 6),
+        "qkv_bias": (3, 2, 4, 6),
+        "q_norm": {"scale": (3, 6)},
+        "k_norm": {"scale": (3, 6)},
+        "out": (3, 2, 2, 6, 8),
+    }
 
 
 def rope_config(**changes):
