@@ -37,6 +37,8 @@ class Task:
     demonstrate: Callable[[np.random.Generator, bool], tuple[Prompt, str]] | None = None
     style: Callable[[str], str] | None = None  # completion -> label, for metrics by style
     exact_text: Callable[[Prompt], str] | None = None  # the one right completion, if only one is
+    # a completion that answers as the prompt asks, with the gold: what a fitting reward pays for
+    right: Callable[[Prompt], str] | None = None
     dropped: dict[str, int] = field(default_factory=dict)  # reason -> rows left out at load
 
 

@@ -108,6 +108,7 @@ def test_rows_without_a_readable_gold_are_dropped_and_counted(tmp_path):
         "train_gold_unparsable": 3,
         "test_gold_unparsable": 1,
         "train_also_heldout": 0,
+        "train_duplicate": 0,
     }
 
 
@@ -117,6 +118,17 @@ def test_heldout_never_in_train(tmp_path):
     assert [p.text for p in train_prompts(task)] == ["c"]
     assert task.heldout[0].messages[1]["content"] == "a"
     assert task.dropped["train_also_heldout"] == 2
+
+
+def test_duplicates_in_train_are_dropped_and_the_first_stays(tmp_path):
+    again = row("  What  is A?\n", "So 3.\n#### 3")  # differs in case and white space only
+    path = write(tmp_path, train=[row("What is a?"), row("c"), again], test=[row("b")])
+    task = gsm8k(path, shots=0)
+    assert sorted((p.text, p.answer) for p in train_prompts(task)) == [
+        ("What is a?", "2"),
+        ("c", "2"),
+    ]
+    assert task.dropped["train_duplicate"] == 1
 
 
 def test_parquet(tmp_path):
