@@ -1,17 +1,26 @@
 """Text to token ids and back. The only importer of `transformers`, inside functions only.
 
-Two rules hold everywhere: text that a user or a data set supplies never turns into a special token
-(typing `<eos>` gives five characters), and a sequence starts with at most one BOS.
+Three rules hold everywhere: text that a user or a data set supplies never turns into a special
+token (typing `<eos>` gives five characters), a sequence starts with at most one BOS, and a
+conversation has the same ids on every day: a chat template that asks for the date is told
+`PINNED_DATE`.
 """
 
 import json
 import os
 import re
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import date
 from functools import cached_property
 from pathlib import Path
 from typing import Any
+
+# Templates that print the day they are rendered on (Llama 3.2's "Today Date: ...") would give each
+# day other prompts. This is the day that Llama 3.1's template names where it is told none.
+PINNED_DATE = date(2024, 7, 26)
+# The call is replaced in the template's text: transformers lets no function into a template.
+_ASKS_FOR_DATE = re.compile(r"""strftime_now\(\s*(?:'([^'"\\]*)'|"([^'"\\]*)")\s*\)""")
 
 _CHARACTERS = "0123456789+-*/=() \n<>abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ?.,:"
 _SPECIAL = ("<pad>", "<bos>", "<eos>", "<unk>", "<|user|>", "<|assistant|>")
@@ -38,6 +47,8 @@ class Tokenizer:
     bos_id: int | None
     adds_bos: bool  # whether raw text, without a chat template, is to start with BOS
     vocab_size: int  # largest id + 1; a model's embedding may have more rows
+    # what the chat template is given besides the messages, say enable_thinking=False (Qwen3)
+    chat_arguments: Mapping[str, Any] = field(default_factory=dict)
 
     def encode(self, text: str, *, bos: bool = False) -> list[int]:
         """Ids of `text` taken literally, with one BOS in front if asked for; nothing else is added.
@@ -63,18 +74,15 @@ class Tokenizer:
         """Ids of a conversation (`role`, `content`) up to where the assistant is to go on.
 
         The chat template writes the special tokens; what stands in a message's content stays
-        text. Exactly one BOS leads if the tokenizer uses one. Raises ValueError if the tokenizer
-        has no chat template.
+        text. (An added token that the tokenizer doesn't call special, as Qwen3's `<think>`, may be
+        written by both.) Exactly one BOS leads if the tokenizer uses one. Raises ValueError if the
+        tokenizer has no chat template, or one whose date can't be pinned.
         """
-        if not self.backend.chat_template:
-            raise ValueError("this tokenizer has no chat template; use a raw-text prompt style")
         messages = list(messages)
         if any(self._special_pattern.search(message["content"]) for message in messages):
             ids = self._shielded_chat(messages)
         else:
-            ids = self.backend.apply_chat_template(
-                messages, add_generation_prompt=True, tokenize=True, return_dict=False
-            )
+            ids = self._apply_template(messages, tokenize=True)
         if self.bos_id is None:
             return ids
         while ids[:2] == [self.bos_id, self.bos_id]:
@@ -97,6 +105,16 @@ class Tokenizer:
         found = (i for i, piece in enumerate(self._pieces) if any(s in piece for s in strings))
         return tuple(found)
 
+    def _apply_template(self, messages: list[dict[str, str]], *, tokenize: bool) -> Any:
+        return self.backend.apply_chat_template(
+            messages,
+            chat_template=self._dated_template,
+            add_generation_prompt=True,
+            tokenize=tokenize,
+            return_dict=False,
+            **self.chat_arguments,
+        )
+
     def _shielded_chat(self, messages: list[dict[str, str]]) -> list[int]:
         """A chat whose contents spell special tokens.
 
@@ -108,13 +126,12 @@ class Tokenizer:
         spelled = sorted(set(self._special_pattern.findall(contents)))
         shield = dict(zip(spelled, unused, strict=False))
         unshield = str.maketrans({mark: text for text, mark in shield.items()})
-        rendered = self.backend.apply_chat_template(
+        rendered = self._apply_template(
             [
                 message
                 | {"content": self._special_pattern.sub(lambda m: shield[m[0]], message["content"])}
                 for message in messages
             ],
-            add_generation_prompt=True,
             tokenize=False,
         )
         ids: list[int] = []
@@ -124,6 +141,19 @@ class Tokenizer:
             elif piece:
                 ids += self.encode(piece.translate(unshield))
         return ids
+
+    @cached_property
+    def _dated_template(self) -> str:
+        """The chat template with the pinned date in the place of each call for today's."""
+        if not self.backend.chat_template:
+            raise ValueError("this tokenizer has no chat template; use a raw-text prompt style")
+        template = _ASKS_FOR_DATE.sub(
+            lambda call: f"'{PINNED_DATE.strftime(call[1] or call[2] or '')}'",
+            self.backend.get_chat_template(),
+        )
+        if re.search(r"strftime_now\s*\(", template):
+            raise ValueError("the chat template asks for today's date in a format of its making")
+        return template
 
     @cached_property
     def _special_ids(self) -> dict[str, int]:
@@ -165,17 +195,21 @@ def char_tokenizer() -> Tokenizer:
         clean_up_tokenization_spaces=False,
     )
     fast.chat_template = _CHAR_TEMPLATE
-    return _wrap(fast, more_eos=(), adds_bos=True)
+    return _wrap(fast, more_eos=(), adds_bos=True, chat_arguments={})
 
 
-def load(folder: str | Path) -> Tokenizer:
+def load(folder: str | Path, chat_arguments: Mapping[str, Any] | None = None) -> Tokenizer:
     """The tokenizer saved in a local Hugging Face folder (tokenizer.json and its config).
 
-    EOS ids are the tokenizer's own and those of generation_config.json (Llama 3 lists several).
-    A tokenizer without a pad token pads with its first EOS id. Raw prompts start with BOS where
-    the tokenizer puts one in front of plain text by itself.
+    EOS ids are the tokenizer's own and those of generation_config.json (Llama 3 lists several), or
+    of config.json where that file names none. A tokenizer without a pad token pads with its first
+    EOS id. Raw prompts start with BOS where the tokenizer puts one in front of plain text itself.
 
-    Raises FileNotFoundError if the folder holds no tokenizer, ValueError if it names no EOS.
+    `chat_arguments` are passed to the chat template at each use: `{"enable_thinking": False}` lets
+    Qwen3 answer without thinking, `{"date_string": "01 Jan 2025"}` gives Llama 3 another date.
+
+    Raises FileNotFoundError if the folder holds no tokenizer, ValueError if it names no EOS or if
+    the chat template doesn't know an argument.
     """
     folder = Path(folder)
     if not (folder / "tokenizer_config.json").is_file():
@@ -183,10 +217,14 @@ def load(folder: str | Path) -> Tokenizer:
     backend = _transformers().AutoTokenizer.from_pretrained(folder, local_files_only=True)
     plain = backend("a")["input_ids"]
     adds_bos = backend.bos_token_id is not None and plain[:1] == [backend.bos_token_id]
-    return _wrap(backend, more_eos=_generation_eos(folder), adds_bos=adds_bos)
+    chat_arguments = dict(chat_arguments or {})
+    _check_arguments(backend.chat_template, chat_arguments)
+    return _wrap(backend, _saved_eos(folder), adds_bos, chat_arguments)
 
 
-def _wrap(backend: Any, *, more_eos: tuple[int, ...], adds_bos: bool) -> Tokenizer:
+def _wrap(
+    backend: Any, more_eos: tuple[int, ...], adds_bos: bool, chat_arguments: dict[str, Any]
+) -> Tokenizer:
     own = () if backend.eos_token_id is None else (backend.eos_token_id,)
     eos_ids = tuple(dict.fromkeys((*own, *more_eos)))
     if not eos_ids:
@@ -198,16 +236,27 @@ def _wrap(backend: Any, *, more_eos: tuple[int, ...], adds_bos: bool) -> Tokeniz
         bos_id=backend.bos_token_id,
         adds_bos=adds_bos,
         vocab_size=max(backend.get_vocab().values()) + 1,
+        chat_arguments=chat_arguments,
     )
 
 
-def _generation_eos(folder: Path) -> tuple[int, ...]:
-    """`eos_token_id` of generation_config.json, which may be missing, a number or a list."""
-    path = folder / "generation_config.json"
-    found = json.loads(path.read_text()).get("eos_token_id") if path.is_file() else None
-    if found is None:
-        return ()
-    return (found,) if isinstance(found, int) else tuple(found)
+def _check_arguments(template: str | dict[str, str] | None, arguments: dict[str, Any]) -> None:
+    """ValueError for a name that no template mentions: Jinja would silently ignore it."""
+    text = template if isinstance(template, str) else " ".join((template or {}).values())
+    known = set(re.findall(r"\w+", text)) - {"messages", "add_generation_prompt", "strftime_now"}
+    for name in arguments:
+        if name not in known:
+            raise ValueError(f"the chat template takes no argument {name!r}")
+
+
+def _saved_eos(folder: Path) -> tuple[int, ...]:
+    """`eos_token_id`, a number or a list, of the first file that has one (as in transformers)."""
+    for name in ("generation_config.json", "config.json"):
+        path = folder / name
+        found = json.loads(path.read_text()).get("eos_token_id") if path.is_file() else None
+        if found is not None:
+            return (found,) if isinstance(found, int) else tuple(found)
+    return ()
 
 
 def _transformers() -> Any:

@@ -164,6 +164,76 @@ def test_chat_without_a_template_is_an_error(tmp_path):
         tokenizers.load(tmp_path).chat([{"role": "user", "content": "so"}])
 
 
+# Llama 3.1's and 3.2's ways of naming the day, and Qwen3's switch
+DATES = {
+    "asks": "{{ strftime_now('%d %b %Y') }}",
+    "asks_if_it_can": (
+        "{% if not date_string is defined %}{% if strftime_now is defined %}"
+        '{% set date_string = strftime_now( "%d %b %Y" ) %}'
+        "{% else %}{% set date_string = 'never' %}{% endif %}{% endif %}{{ date_string }}"
+    ),
+    "is_told": (
+        "{% if not date_string is defined %}{% set date_string = '26 Jul 2024' %}{% endif %}"
+        "{{ date_string }}"
+    ),
+}
+THINKING = "{% if enable_thinking is defined and not enable_thinking %}(no thought){% endif %}"
+HELLO = [{"role": "user", "content": "so"}]
+
+
+def chat_text(folder, template, arguments=None):
+    save_bpe(folder, template=template)
+    loaded = tokenizers.load(folder, arguments)
+    return loaded.decode(loaded.chat(HELLO), skip_special=False)
+
+
+@pytest.mark.parametrize("way", DATES)
+def test_the_date_of_a_template_is_pinned(tmp_path, way):
+    text = chat_text(tmp_path, "{{ bos_token }}Today is " + DATES[way] + "{{ eos_token }}")
+    assert text == f"{BOS}Today is 26 Jul 2024{END}"
+
+
+@pytest.mark.parametrize("way", ["asks_if_it_can", "is_told"])
+def test_the_date_may_be_an_argument(tmp_path, way):
+    assert chat_text(tmp_path, DATES[way], {"date_string": "01 Jan 2025"}) == f"{BOS}01 Jan 2025"
+
+
+def test_two_dates_in_formats_of_their_own(tmp_path):
+    template = "{{ strftime_now('%Y-%m-%d') }} {{ strftime_now('%B') }}"
+    assert chat_text(tmp_path, template) == f"{BOS}2024-07-26 July"
+
+
+def test_a_date_that_cannot_be_pinned_is_an_error(tmp_path):
+    with pytest.raises(ValueError, match="today's date"):
+        chat_text(tmp_path, "{% set form = '%d' %}{{ strftime_now(form) }}")
+
+
+def test_the_saved_template_keeps_its_question(tmp_path):
+    save_bpe(tmp_path, template=DATES["asks"])
+    loaded = tokenizers.load(tmp_path)
+    loaded.chat(HELLO)
+    assert loaded.backend.chat_template == DATES["asks"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "end"),
+    [(None, ""), ({"enable_thinking": False}, "(no thought)"), ({"enable_thinking": True}, "")],
+)
+def test_arguments_reach_the_template(tmp_path, arguments, end):
+    text = chat_text(tmp_path, "{{ messages[0]['content'] }}" + THINKING, arguments)
+    assert text == f"{BOS}so{end}"
+    hostile = [{"role": "user", "content": END}]  # which takes the other way through the template
+    loaded = tokenizers.load(tmp_path, arguments)
+    assert loaded.decode(loaded.chat(hostile), skip_special=False) == f"{BOS}{END}{end}"
+
+
+@pytest.mark.parametrize("name", ["enable_thinkng", "messages", "add_generation_prompt"])
+def test_an_argument_that_the_template_does_not_take_is_an_error(tmp_path, name):
+    save_bpe(tmp_path, template=TEMPLATE + THINKING)
+    with pytest.raises(ValueError, match=f"no argument '{name}'"):
+        tokenizers.load(tmp_path, {name: False})
+
+
 def test_bos_of_a_tokenizer_without_one_is_an_error(tmp_path):
     save_bpe(tmp_path, auto_bos=False, config={"bos_token": None})
     with pytest.raises(ValueError, match="no BOS"):
@@ -181,6 +251,15 @@ def test_bos_of_a_tokenizer_without_one_is_an_error(tmp_path):
 )
 def test_eos_ids(tmp_path, generation, eos_ids):
     save_bpe(tmp_path, generation=generation)
+    assert tokenizers.load(tmp_path).eos_ids == eos_ids
+
+
+@pytest.mark.parametrize(
+    ("generation", "eos_ids"), [(None, (1, 2)), ({}, (1, 2)), ({"eos_token_id": 7}, (1, 7))]
+)
+def test_eos_of_the_models_config_where_generation_names_none(tmp_path, generation, eos_ids):
+    save_bpe(tmp_path, generation=generation)
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": [1, 2]}))
     assert tokenizers.load(tmp_path).eos_ids == eos_ids
 
 
