@@ -1,15 +1,16 @@
 """Answers: what was sampled for some prompts, as text, scored."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import jax
 import numpy as np
 from jaxtyping import Array, Float, Key
 
-from grpo_jax.rewards.combine import RewardPart, RewardTable, score
+from grpo_jax.rewards.combine import RewardPart, RewardTable, score, wanted_columns
 from grpo_jax.tasks.base import Prompt, Task, prompt_ids
 from grpo_jax.tokenizer import Tokenizer
-from grpo_jax.types import Rollout, Sampler, SamplingParams
+from grpo_jax.types import Rollout, Sampler, SamplingParams, TrainingError
 
 
 @dataclass(frozen=True)
@@ -59,13 +60,11 @@ class Answers:
     def take(self, groups: np.ndarray) -> "Answers":
         """Those groups, in that order."""
         rows = (groups[:, None] * self.group_size + np.arange(self.group_size)).reshape(-1)
-        table = self.rewards
-        parts = {name: values[rows] for name, values in table.parts.items()}
         return Answers(
             prompts=tuple(self.prompts[group] for group in groups),
             rollout=jax.tree.map(lambda a: a[rows], self.rollout),
             texts=tuple(self.texts[row] for row in rows),
-            rewards=replace(table, total=table.total[rows], parts=parts),
+            rewards=self.rewards.take(rows),
             numbers=tuple(self.numbers[group] for group in groups) if self.numbers else (),
             greedy=None if self.greedy is None else self.greedy[groups],
         )
@@ -88,19 +87,12 @@ class Answers:
 
     @staticmethod
     def concatenate(many: "list[Answers]") -> "Answers":
-        """One after the other. The reward's error counts are those of the first."""
-        tables = [answers.rewards for answers in many]
-        parts = {
-            name: np.concatenate([table.parts[name] for table in tables])
-            for name in tables[0].parts
-        }
+        """One after the other."""
         return Answers(
             prompts=tuple(prompt for answers in many for prompt in answers.prompts),
             rollout=jax.tree.map(lambda *x: np.concatenate(x), *[a.rollout for a in many]),
             texts=tuple(text for answers in many for text in answers.texts),
-            rewards=replace(
-                tables[0], total=np.concatenate([t.total for t in tables]), parts=parts
-            ),
+            rewards=RewardTable.concatenate([answers.rewards for answers in many]),
             numbers=tuple(number for answers in many for number in answers.numbers),
             greedy=None
             if many[0].greedy is None
@@ -140,8 +132,33 @@ def scored(
     names = sorted({name for prompt in prompts for name in prompt.columns})
     columns = {name: [p.columns.get(name) for p in repeated] for name in names}
     columns["truncated"] = rollout.truncated.tolist()
-    rewards = score(parts, texts, [p.answer for p in repeated], columns)
+    try:
+        rewards = score(parts, texts, [p.answer for p in repeated], columns)
+    except (TypeError, ValueError) as error:  # a function that can't be used, named
+        raise TrainingError(str(error)) from error
     return Answers(tuple(prompts), rollout, tuple(texts), rewards)
+
+
+def check_columns(parts: Sequence[RewardPart], task: Task) -> None:
+    """Raise TrainingError if a reward function needs a column that the task's data has not."""
+    columns = {"truncated"}.union(*(prompt.columns for prompt in task.heldout))
+    for part in parts:
+        try:
+            wanted_columns(part, columns)
+        except TypeError as error:
+            raise TrainingError(str(error)) from error
+
+
+def refuse_broken(answers: Answers, when: str) -> None:
+    """Raise TrainingError if a reward function failed on every row: training would go on without
+    it, or without anything."""
+    table = answers.rewards
+    for name, failed in table.failed.items():
+        if failed == len(answers.texts):
+            raise TrainingError(
+                f"the reward {name!r} failed on all {failed} answers {when}; the first: "
+                f"{table.errors.get(name)}"
+            )
 
 
 def cut_at_stop(

@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from grpo_jax.answers import Answers, RolloutSettings, answer
+from grpo_jax.answers import Answers, RolloutSettings, answer, refuse_broken
 from grpo_jax.generate import JaxSampler, given_rollout
-from grpo_jax.metrics import known_only, length_metrics, tied
+from grpo_jax.metrics import known_only, length_metrics, outcome_metrics, reward_metrics, tied
 from grpo_jax.rewards.combine import RewardPart
 from grpo_jax.tasks.base import Prompt, Task, prompt_ids
 from grpo_jax.tokenizer import Tokenizer
@@ -57,7 +57,7 @@ class Evaluator:
             answers = self._answers(prompts, greedy, 1)
             metrics["eval/greedy_accuracy"] = _mean(_correct(answers))
         if self.settings.exact:
-            metrics["exact/probability"] = self._exact_probability(params)
+            metrics |= self._exact_probability(params)
         if self.probe_sampler is not None:
             self.probe_sampler.load(params, version)
             metrics["probe/forced_length"] = self._forced_length()
@@ -85,6 +85,7 @@ class Evaluator:
 
     def _sampled_metrics(self, answers: Answers) -> dict[str, float]:
         correct = _correct(answers)
+        refuse_broken(answers, "of an evaluation")
         style = self.task.style
         lengths = length_metrics(
             answers.lengths,
@@ -92,22 +93,23 @@ class Evaluator:
             correct > 0,
             None if style is None else [style(text) for text in answers.texts],
         )
-        metrics = {f"eval/{name}": value for name, value in lengths.items()}
+        parts = {name: answers.grouped(part) for name, part in answers.rewards.parts.items()}
+        rewards = reward_metrics(answers.grouped(answers.rewards.total), parts)
+        rewards |= outcome_metrics(answers.rewards.parts, answers.rewards.lost)
+        metrics = {f"eval/{name}": value for name, value in (lengths | rewards).items()}
         metrics["eval/accuracy"] = _mean(correct)
         metrics["eval/mixed_groups"] = _mean(~tied(answers.grouped(correct)))
         levels = np.repeat([str(p.level) for p in answers.prompts], answers.group_size)
-        if len(set(levels)) > 1:
-            for level in sorted(set(levels)):
-                metrics[f"eval/accuracy/{level}"] = _mean(correct[levels == level])
-        return metrics
+        return metrics | _by_level("eval/accuracy", levels, correct)
 
-    def _exact_probability(self, params: Params) -> float:
-        """Mean probability of the right completion, by teacher forcing: no sampling noise."""
+    def _exact_probability(self, params: Params) -> dict[str, float]:
+        """Mean probability of the right completion, by teacher forcing: no sampling noise. Over all
+        held-out problems, and over those of each level."""
         if self.task.exact_text is None:
             raise TrainingError(f"eval.exact: task {self.task.name!r} has no one right completion")
         T = self.rollout.max_completion_length
         rows = self.rollout.prompts * self.rollout.group_size
-        total, prompts = 0.0, list(self.task.heldout)
+        found, prompts = [], list(self.task.heldout)
         slots = max(len(prompt_ids(p, self.tokenizer)) for p in prompts)
         if isinstance(self.sampler, JaxSampler):
             slots = self.sampler.prompt_slots
@@ -128,8 +130,12 @@ class Evaluator:
                 self.tokenizer.pad_id,
             )
             logp, _ = self.logprobs(params, jax.tree.map(jnp.asarray, rollout))
-            total += np.exp(np.where(rollout.mask, logp, 0.0).sum(-1))[: len(chunk)].sum()
-        return float(total / len(prompts))
+            found.append(np.exp(np.where(rollout.mask, logp, 0.0).sum(-1))[: len(chunk)])
+        probability = np.concatenate(found)
+        levels = np.array([str(p.level) for p in prompts])
+        return {"exact/probability": _mean(probability)} | _by_level(
+            "exact/probability", levels, probability
+        )
 
     def _forced_length(self) -> float:
         """Mean length of answers that are made to begin with `forced_prefix`, in tokens.
@@ -153,6 +159,12 @@ def _correct(answers: Answers) -> np.ndarray:
     """1 or 0 a row: the part named `correct`, else the total reward; unscorable is not right."""
     part = answers.rewards.parts.get("correct", answers.rewards.total)
     return (np.nan_to_num(part) > 0).astype(np.float32)
+
+
+def _by_level(name: str, levels: np.ndarray, values: np.ndarray) -> dict[str, float]:
+    """Means of `values` at each level; nothing where there is only one."""
+    known = sorted(set(levels.tolist()))
+    return {f"{name}/{k}": _mean(values[levels == k]) for k in known if len(known) > 1}
 
 
 def _mean(values: np.ndarray) -> float:

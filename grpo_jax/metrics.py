@@ -34,6 +34,24 @@ def reward_metrics(
     return known_only(metrics)
 
 
+def outcome_metrics(
+    parts: dict[str, Float[np.ndarray, "B"]], lost: dict[str, Bool[np.ndarray, "B"]]
+) -> dict[str, float]:
+    """Rows of each part that are wrong, could not be scored, or that the scorer failed on.
+
+    Three counters, disjoint: `rewards/<part>/wrong` (a score of 0 or less), `/unscorable` (the
+    function declined) and `/failed` (`lost`: it raised, hung or crashed, whatever such a row
+    scores). A scorer that is broken must not look like a policy that is.
+    """
+    metrics = {}
+    for name, values in parts.items():
+        failed = lost.get(name, np.zeros(len(values), bool))
+        metrics[f"rewards/{name}/wrong"] = float(((values <= 0) & ~failed).sum())
+        metrics[f"rewards/{name}/unscorable"] = float((np.isnan(values) & ~failed).sum())
+        metrics[f"rewards/{name}/failed"] = float(failed.sum())
+    return metrics
+
+
 def tied(total: Float[np.ndarray, "N G"]) -> Bool[np.ndarray, "N"]:
     """Groups without signal: all scorable rewards equal, or none scorable."""
     spread = _group(np.max, total) - _group(np.min, total)

@@ -5,16 +5,23 @@ but for the sampler and the log-prob pass; shapes are the same at every step.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Key
+from tqdm import tqdm
 
-from grpo_jax.answers import Answers, RolloutSettings, answer, scored
+from grpo_jax.answers import Answers, RolloutSettings, answer, refuse_broken, scored
 from grpo_jax.kernels.advantage import advantage
-from grpo_jax.metrics import gap_metrics, length_metrics, reward_metrics, weight_metrics
+from grpo_jax.metrics import (
+    gap_metrics,
+    length_metrics,
+    outcome_metrics,
+    reward_metrics,
+    weight_metrics,
+)
 from grpo_jax.rewards.combine import RewardPart
 from grpo_jax.rules import asks, call
 from grpo_jax.tasks.base import Task
@@ -45,6 +52,7 @@ class Collector:
     logprobs: Callable
     exact_kl: Callable
     seed: int
+    told: set[str] = field(default_factory=set)  # reward parts whose failures were announced
     surplus: Answers | None = None  # groups of earlier steps that wait (`filter.surplus=keep`)
 
     def collect(
@@ -76,7 +84,7 @@ class Collector:
                 f"{step}; raise filter.max_rounds or set filter.on_exhausted=partial"
             )
         found = int(sum(k.sum() for _, k in rounds))
-        metrics = self._sampling_metrics([a for a, _ in rounds], found)
+        metrics = self._sampling_metrics([a for a, _ in rounds], found, step)
         if carried is not None:
             rounds.insert(0, (carried, np.ones(len(carried), bool)))
         answers, keep, rest = _choose(rounds, N)
@@ -176,9 +184,11 @@ class Collector:
         batch = make_batch(self.algorithm, weights, answers, keep, rollout, *known)
         return batch, entropy, extra
 
-    def _sampling_metrics(self, rounds: list[Answers], kept: int) -> dict[str, float]:
+    def _sampling_metrics(self, rounds: list[Answers], kept: int, step: int) -> dict[str, float]:
         """Of all that was sampled, dropped groups included: curves of filtered runs compare."""
         all_of = Answers.concatenate(rounds)
+        refuse_broken(all_of, f"of step {step}")
+        self._tell_failures(all_of, step)
         style = self.task.style
         correct = all_of.rewards.parts.get("correct")
         metrics = reward_metrics(
@@ -191,17 +201,21 @@ class Collector:
             None if correct is None else np.nan_to_num(correct) > 0,
             None if style is None else [style(text) for text in all_of.texts],
         )
-        for answers in rounds:
-            for kind in ("unscorable", "failed"):
-                for name, count in getattr(answers.rewards, kind).items():
-                    key = f"rewards/{name}/{kind}"
-                    metrics[key] = metrics.get(key, 0.0) + count
+        metrics |= outcome_metrics(all_of.rewards.parts, all_of.rewards.lost)
         return metrics | {
             "filter/rounds": float(len(rounds)),
             "filter/kept_groups": float(kept),
             "filter/kept_fraction": kept / len(all_of),
             "num_tokens_step": float(all_of.lengths.sum() + sum(a.extra_tokens for a in rounds)),
         }
+
+    def _tell_failures(self, answers: Answers, step: int) -> None:
+        """Once a reward part: that its function failed on some rows, and how."""
+        for name, text in answers.rewards.errors.items():
+            if name not in self.told:
+                self.told.add(name)
+                count = f"{answers.rewards.failed[name]} of {len(answers.texts)} answers"
+                tqdm.write(f"note: the reward {name!r} failed on {count} of step {step}: {text}")
 
     def _batch_metrics(
         self, batch: Batch, entropy: Array, answers: Answers, step: int

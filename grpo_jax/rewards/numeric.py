@@ -23,7 +23,7 @@ Policies, chosen once, where trusted tools differ:
 - **units**: the sign `$` is dropped; words are not. "18 dollars" is not a number: no comparison
   of numbers can tell it from "18 cents". `last_number` is the lenient reward.
 - **several answers**: every answer block must be right. Blocks that disagree, or one that is opened
-  and never closed, make the completion wrong.
+  and never closed, make the completion wrong. Of several boxes the last one counts (as in MATH).
 - **digits** are ASCII. Full-width and other scripts' digits are not numbers here.
 - **mixed numbers** ("1 1/2"), letters (pi/2), intervals and sums are outside the grammar.
 - **gold**: one that cannot be parsed makes the row unscorable (None), never right or wrong.
@@ -34,6 +34,7 @@ from fractions import Fraction
 
 MAX_CHARACTERS = 64
 MAX_EXPONENT = 30
+LONGEST_BOX = 10_000  # characters; what is longer is no answer to any of these rewards
 TRAILING_CHARGE = 0.001  # for each character behind the answer block, as in the article
 
 _NUMBER = r"(?:(?:[1-9][0-9]{0,2}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)(?:[eE][+-]?[0-9]+)?"
@@ -62,6 +63,8 @@ _IN_TEXT = re.compile(
     r"(?:(?<![\w)}])[-−])?(?:\\?\$)?"
     rf"(?:{_LOOSE}(?:/{_LOOSE})?|\\[dt]?frac(?:[0-9]|\{{-?{_LOOSE}\}})(?:[0-9]|\{{-?{_LOOSE}\}}))"
 )
+_BOX = re.compile(r"\\(?:boxed|fbox) ?\{")
+_BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 _ANSWER_TAG = re.compile(r"(</?answer>)")
 _TAG = re.compile(r"</?(?:reasoning|answer)>")
 _TAGS = ["<reasoning>", "</reasoning>", "<answer>", "</answer>"]
@@ -115,6 +118,19 @@ def plain(completion: str, answer: str) -> float | None:
     if gold is None:
         return None
     return 1.0 if parse(completion) == gold else 0.0
+
+
+def boxed(completion: str, answer: str) -> float | None:
+    r"""For prompts that ask for a box: 1.0 if the last `\boxed{..}` holds the gold, else 0.0.
+
+    As in MATH's own grader the last box counts, and one that is never closed is no answer. None
+    (unscorable) if the gold is no number; `latex.Latex` is the reward for golds of other kinds.
+    """
+    gold = parse(answer)
+    if gold is None:
+        return None
+    box = last_boxed(completion)
+    return 1.0 if box is not None and parse(box) == gold else 0.0
 
 
 def last_number(completion: str, answer: str) -> float | None:
@@ -174,6 +190,26 @@ def answer_blocks(completion: str) -> list[str]:
     if tags != ["<answer>", "</answer>"] * (len(tags) // 2):
         return []
     return pieces[2::4]
+
+
+def last_boxed(text: str) -> str | None:
+    r"""What the last `\boxed{..}` (or `\fbox{..}`) of a text holds.
+
+    None if there is none, or the last one isn't closed, or not within `LONGEST_BOX` characters.
+    Braces behind a backslash don't count. Linear in the length.
+
+    >>> last_boxed(r"so \boxed{1}, no: \boxed{\frac{1}{2}}.")
+    '\\frac{1}{2}'
+    """
+    box = _BOX.match(text, max(text.rfind("\\boxed"), text.rfind("\\fbox"), 0))
+    if box is None:
+        return None
+    start, depth = box.end(), 1
+    for match in _BRACE.finditer(text, start, start + LONGEST_BOX):
+        depth += {"{": 1, "}": -1}.get(match[0], 0)
+        if depth == 0:
+            return text[start : match.start()]
+    return None
 
 
 def _plain_thousands(text: str) -> str:

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from grpo_jax.rewards import article, numeric
-from grpo_jax.rewards.combine import RewardPart, score
+from grpo_jax.rewards.combine import RewardPart, RewardTable, score
+from grpo_jax.rewards.workers import Failure
 
 ROWS = ["a", "bb", "ccc", "dddd"]
 GOLDS = ["1", "2", "3", "4"]
@@ -92,6 +93,86 @@ def test_the_first_error_is_kept_and_short():
     assert len(table.errors["loud"]) < 1000
 
 
+class Batch:
+    """Gives back `values`, and remembers what it was asked."""
+
+    def __init__(self, values=None):
+        self.values = values
+
+    def __call__(self, completion, answer, **columns):
+        raise NotImplementedError
+
+    def batch(self, completions, answers, *, level=None, **columns):
+        self.asked = completions, answers, level, columns
+        return self.values
+
+
+def test_a_batch_is_called_once_with_columns_as_lists():
+    many = Batch([1, None, 0.5, np.float32(2)])
+    table = score([RewardPart("many", many)], ROWS, GOLDS, {"level": (3, 1, 2, 0), "x": [1] * 4})
+    assert many.asked == (ROWS, GOLDS, [3, 1, 2, 0], {"x": [1] * 4})
+    np.testing.assert_array_equal(table.total, np.float32([1, np.nan, 0.5, 2]))
+    assert table.unscorable == {"many": 1} and table.failed == {"many": 0}
+    assert score([RewardPart("many", Batch())], [], []).total.shape == (0,)
+
+
+def test_a_failure_scores_its_value_and_is_no_other_kind_of_row():
+    rows = [Failure("it hung", 0.0, "timeout"), 0.0, Failure("it died"), None]
+    table = score([RewardPart("many", Batch(rows))], ROWS, GOLDS)
+    np.testing.assert_array_equal(table.total, np.float32([0, 0, np.nan, np.nan]))
+    assert table.failed == {"many": 2} and table.unscorable == {"many": 1}
+    assert table.lost["many"].tolist() == [True, False, True, False]
+    assert table.errors == {"many": "it hung (row 0: completion 'a', answer '1')"}
+
+
+def test_a_batch_that_raises_has_failed_on_all_its_rows():
+    class Raises(Batch):
+        def batch(self, completions, answers):
+            raise KeyError("no")
+
+    table = score([RewardPart("many", Raises()), RewardPart("size", size)], ROWS, GOLDS)
+    assert table.failed == {"many": 4, "size": 0} and np.isnan(table.total).all()
+    assert table.errors["many"].startswith("KeyError: 'no' (row 0: completion 'a'")
+
+
+@pytest.mark.parametrize(
+    ("values", "error", "text"),
+    [
+        ([1.0] * 3, ValueError, r"'many' \(.*Batch\.batch\) returned 3 values for 4 completions"),
+        (np.ones(5), ValueError, "returned 5 values for 4"),
+        (1.0, TypeError, "must return a list, one value a row; got float"),
+        (None, TypeError, "got NoneType"),
+        ("1234", TypeError, "got str"),
+        ([1.0, "x", 1.0, 1.0], TypeError, r"got str from .*Batch \(row 1: completion 'bb', answer"),
+        ([1.0, [1], 1.0, 1.0], TypeError, "got list"),
+        ([Failure("it hung", "0")] * 4, TypeError, "got str"),
+    ],
+)
+def test_a_batch_gives_back_a_list_of_scores(values, error, text):
+    with pytest.raises(error, match=text):
+        score([RewardPart("many", Batch(values))], ROWS, GOLDS)
+
+
+def test_a_missing_column_of_a_batch_is_named_before_it_is_called():
+    class Needy(Batch):
+        def batch(self, completions, answers, nothing):
+            raise AssertionError
+
+    with pytest.raises(TypeError, match=r"'needy' \(.*Needy\) cannot be called.*nothing"):
+        score([RewardPart("needy", Needy())], ROWS, GOLDS, {"level": [0] * 4})
+
+
+def test_tables_are_cut_and_joined_with_their_counts():
+    first = score([RewardPart("f", raises_on_ccc), RewardPart("s", refuses_long)], ROWS, GOLDS)
+    cut = first.take(np.array([2, 0]))
+    assert cut.failed == {"f": 1, "s": 0} and cut.unscorable == {"f": 0, "s": 1}
+    assert first.take(np.array([0, 1])).failed == {"f": 0, "s": 0}
+    both = RewardTable.concatenate([first.take(np.array([0])), cut, first])
+    assert both.failed == {"f": 2, "s": 0} and both.unscorable == {"f": 0, "s": 3}
+    np.testing.assert_array_equal(both.lost["f"], [0, 1, 0, 0, 0, 1, 0])
+    assert both.errors == first.errors and both.total.shape == both.parts["s"].shape == (7,)
+
+
 @pytest.mark.parametrize("value", [math.inf, -math.inf, 1e39, 10**400, Fraction(10**400)])
 def test_a_score_that_float32_cannot_hold_is_a_failure(value):
     table = score([RewardPart("huge", lambda c, a: value)], ["c"], ["a"])
@@ -107,7 +188,8 @@ def test_numbers_of_every_kind_are_scores(value):
 
 @pytest.mark.parametrize("value", [[1.0], [1.0, 1.0], "1", (1.0,), 1j, {}, np.ones(2)])
 def test_anything_else_is_a_type_error_that_names_the_part(value):
-    with pytest.raises(TypeError, match="'listy' must return a number or None"):
+    text = r"'listy' must return a number or None .*from tests\..*lambda> \(row 0: completion 'c'"
+    with pytest.raises(TypeError, match=text):
         score([RewardPart("listy", lambda c, a: value)], ["c"], ["a"])
 
 

@@ -148,6 +148,7 @@ HOSTILE = [
 EVERY_REWARD = [
     numeric.correct,
     numeric.plain,
+    numeric.boxed,
     numeric.last_number,
     numeric.is_number,
     numeric.tag_format,
@@ -246,7 +247,7 @@ def test_correct(completion, reward):
 
 @pytest.mark.parametrize("gold", ["", " ", "eight", "\\frac{1}{0}", "(1, 2)", "1e99"])
 def test_unreadable_gold_is_unscorable_and_never_right(gold):
-    for reward in (numeric.correct, numeric.plain, numeric.last_number):
+    for reward in (numeric.correct, numeric.plain, numeric.boxed, numeric.last_number):
         assert reward(f"<answer>{gold}</answer>", gold) is None
         assert reward(gold, gold) is None
     assert not matches(gold, gold)
@@ -333,10 +334,10 @@ def test_a_batch_of_hostile_answers_is_wrong_and_cheap():
     rows = HOSTILE + [f"<answer>\n{text}\n</answer>" for text in HOSTILE]
     assert len(rows) == 64
     parts = [RewardPart(f"{f.__module__}.{f.__name__}", f) for f in EVERY_REWARD]
-    start = time.perf_counter()
+    start = time.process_time()  # of this process: others may keep the machine busy
     table = score(parts, rows, ["7"] * len(rows))
-    assert time.perf_counter() - start < 2.0
-    for name in ("correct", "plain", "last_number"):
+    assert time.process_time() - start < 2.0
+    for name in ("correct", "plain", "boxed", "last_number"):
         assert not table.parts[f"grpo_jax.rewards.numeric.{name}"].any()
     assert set(table.failed.values()) == {0}
     assert numeric.correct(CLEAN, "8") == 1.0  # and the next batch is as before
@@ -355,7 +356,7 @@ def test_nothing_is_executed(tmp_path, monkeypatch):
     ]
     monkeypatch.setattr("builtins.eval", refuse)
     monkeypatch.setattr("builtins.exec", refuse)
-    rewards = [f(f"<answer>{a}</answer>", "7") for f in EVERY_REWARD[:3] for a in answers]
+    rewards = [f(f"<answer>{a}</answer>", "7") for f in EVERY_REWARD[:4] for a in answers]
     monkeypatch.undo()
     assert rewards == [0.0] * len(rewards)
     assert not target.exists()
