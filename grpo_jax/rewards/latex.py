@@ -85,8 +85,25 @@ class Latex:
         scored = self.batch([completion], [answer])[0]
         return scored.value if isinstance(scored, Failure) else scored
 
-    def batch(self, completions: Sequence[str], answers: Sequence[str]) -> list[Scored]:
-        """The scores of B completions against B golds, within `batch_seconds`."""
+    def batch(
+        self,
+        completions: Sequence[str],
+        answers: Sequence[str],
+        alternatives: Sequence[Sequence[str] | None] | None = None,
+    ) -> list[Scored]:
+        """The scores of B completions against B golds, within `batch_seconds`.
+
+        `alternatives` is a column of the data, where it has one: other ways to write a row's gold.
+        An answer that is right by one of them is right.
+        """
+        if alternatives is not None:
+            ways = [
+                list(dict.fromkeys([gold, *(others or ())]))
+                for gold, others in zip(answers, alternatives, strict=True)
+            ]
+            texts = [text for text, row in zip(completions, ways, strict=True) for _ in row]
+            scores = iter(self.batch(texts, [gold for row in ways for gold in row]))
+            return [_best([next(scores) for _ in row]) for row in ways]
         rows = [self._row(*pair) for pair in zip(completions, answers, strict=True)]
         # Answers to one prompt are often the same: each different pair is looked at once
         pairs = list(dict.fromkeys(pair for row in rows if isinstance(row, list) for pair in row))
@@ -168,6 +185,16 @@ class Latex:
             if isinstance(verdict, Failure):
                 return Failure(verdict.text, self.on_failure, verdict.kind)
         return 1.0
+
+
+def _best(scores: Sequence[Scored]) -> Scored:
+    """Of one answer against several golds: right by any, else what is least known."""
+    if 1.0 in scores:
+        return 1.0
+    failures = [score for score in scores if isinstance(score, Failure)]
+    if failures:
+        return failures[0]
+    return None if all(score is None for score in scores) else 0.0
 
 
 def readable(golds: Sequence[str], settings: Latex | None = None) -> list[bool]:

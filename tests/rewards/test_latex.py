@@ -213,3 +213,21 @@ def test_ordinary_rows_are_cheap():
     start = time.process_time()
     JUDGE.batch(boxes, golds)
     assert (time.process_time() - start) / len(boxes) < 1e-3  # 0.05 ms on an idle machine
+
+
+def test_any_of_the_alternative_golds_will_do():
+    texts = ["\\boxed{0.5}", "\\boxed{3}", "\\boxed{7}"]
+    golds, others = ["\\frac13", "1", "{"], [["\\frac13", "1/2"], None, ()]
+    assert Latex().batch(texts, golds) == [0.0, 0.0, None]
+    assert Latex().batch(texts, golds, others) == [1.0, 0.0, None]
+    # as a column of the data
+    table = score([RewardPart("correct", Latex())], texts, golds, {"alternatives": others})
+    assert table.total[:2].tolist() == [1.0, 0.0] and math.isnan(table.total[2])
+
+
+def test_what_is_least_known_of_several_golds_counts():
+    hung = Failure("too slow", 0.0, "timeout")
+    assert latex._best([0.0, 1.0, hung]) == 1.0
+    assert latex._best([0.0, hung]) is hung
+    assert latex._best([None, 0.0]) == 0.0
+    assert latex._best([None, None]) is None
