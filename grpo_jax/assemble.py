@@ -1,7 +1,8 @@
 """From a checked configuration to the machinery of a run: everything is loaded here, once."""
 
+import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,21 +11,24 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from grpo_jax import tokenizer
+from grpo_jax import checkpoint, tokenizer
 from grpo_jax.answers import RolloutSettings
 from grpo_jax.evaluate import EvalSettings, Evaluator
 from grpo_jax.generate import JaxSampler
 from grpo_jax.learner import make_update
-from grpo_jax.models import gguf, hf, llama
+from grpo_jax.models import gguf, hf, llama, lora
 from grpo_jax.models.config import LlamaConfig
+from grpo_jax.models.lora import LoraSettings
 from grpo_jax.optim import OptimSettings, make_optimizer, make_schedule
-from grpo_jax.policy import PolicySettings, make_exact_kl, make_logprobs
+from grpo_jax.policy import PolicySettings, make_exact_kl, make_logprobs, whole
 from grpo_jax.rewards.combine import RewardPart
 from grpo_jax.rollout import Collector
 from grpo_jax.tasks.base import Task, longest_prompt, within_limit
 from grpo_jax.tokenizer import Tokenizer
 from grpo_jax.types import Algorithm, Params, TrainingError, TrainState
 from grpo_jax.warmstart import WarmstartSettings, warm_params
+
+ADAPTERS = 3  # stream of the run's root key (rollouts have 1, updates 2)
 
 
 @dataclass(frozen=True)
@@ -33,7 +37,8 @@ class ModelSettings:
 
     path: str | None  # a Hugging Face folder or a .gguf file (with its tokenizer beside it)
     shape: LlamaConfig | None
-    dtype: str  # of the matmuls; parameters, optimizer and losses are float32
+    dtype: str  # of the matmuls; what is trained, optimizer and losses are float32
+    base_dtype: str  # of the frozen base, with LoRA; float32 without
     remat: bool  # recompute each layer in the backward pass
 
 
@@ -86,6 +91,7 @@ class Run:
     task: Callable[[], Task]  # reads data when called
     reward: tuple[RewardPart, ...]
     model: ModelSettings
+    lora: LoraSettings
     warmstart: WarmstartSettings
     rollout: RolloutSettings
     train: TrainSettings
@@ -94,6 +100,7 @@ class Run:
     checkpoint: CheckpointSettings
     logger: LoggerSettings
     config: dict[str, Any]  # resolved, for logs and checkpoints
+    plan: str | None = None  # what to say instead of training (`plan/report.py`)
 
 
 @dataclass
@@ -105,6 +112,7 @@ class Work:
     collector: Collector
     evaluator: Evaluator
     update: Callable
+    base: Params | None  # with LoRA: what is not trained (`policy.whole`), never donated or saved
     reference: Params | None  # the policy as it began; None: no KL, or the state's own moves
     schedule: optax.Schedule
     state: TrainState  # as a run begins; the loop takes it over (updates donate it)
@@ -113,9 +121,9 @@ class Work:
 def assemble(run: Run) -> Work:
     """Load the data and the model (or warm-start it), and build every jitted function."""
     words = _load_tokenizer(run.model)
-    task = within_limit(run.task(), words, run.rollout.max_prompt_length)
-    slots = _prompt_slots(run, task, words)
+    task, slots = _load_task(run, words)
     model, params = _load_model(run, task, words, slots)
+    base, trainable = _split(run, model, params)
     policy = PolicySettings(
         temperature=run.rollout.temperature,
         micro_batch_rows=run.train.micro_batch_rows,
@@ -137,10 +145,7 @@ def assemble(run: Run) -> Work:
     if run.eval.forced_prefix is not None:
         room = slots + len(words.encode(run.eval.forced_prefix))
         probe = JaxSampler(model, room, ends, words.pad_id)
-    # the reference is the policy as it starts; a copy, since updates donate the state
-    kl = run.algorithm.kl
-    reference = jax.tree.map(jnp.copy, params) if kl.active else None
-    moves = kl.active and kl.refresh_every > 0
+    fixed, moving = _references(run, base, trainable)
     return Work(
         task=task,
         sampler=sampler,
@@ -153,16 +158,47 @@ def assemble(run: Run) -> Work:
         ),
         evaluator=Evaluator(settings=run.eval, rollout=run.rollout, probe_sampler=probe, **common),
         update=make_update(run.algorithm, model, optimizer, policy),
-        reference=None if moves else reference,
+        base=base,
+        reference=fixed,
         schedule=schedule,
         state=TrainState(
-            trainable=params,
-            opt_state=jax.jit(optimizer.init)(params),
+            trainable=trainable,
+            opt_state=jax.jit(optimizer.init)(trainable),
             step=jnp.int32(0),
             key=jax.random.key(run.seed),
-            reference=reference if moves else None,
+            reference=moving,
         ),
     )
+
+
+def restore_policy(run: Run, step: int | None = None) -> tuple[int, llama.Model, Params]:
+    """(step, model, parameters): the policy in a checkpoint of the run's folder, the newest or that
+    of `step`. Adapters (LoRA) are joined to their base, which is loaded again.
+
+    Raises TrainingError: no such checkpoint, or the base is no longer what it was.
+    """
+    step, trainable, meta = checkpoint.load_params(run.folder / "checkpoints", step)
+    model = _build(run, checkpoint.shape_of(meta["shape"]))
+    if not run.lora.active:
+        return step, model, trainable
+    return step, model, whole(load_base(run, meta["base"]), trainable)
+
+
+def load_base(run: Run, mark: str | None) -> Params:
+    """The frozen base of a run with LoRA, loaded or made again.
+
+    Raises TrainingError unless it has the fingerprint `mark` (`checkpoint.fingerprint`).
+    """
+    words = _load_tokenizer(run.model)
+    task, slots = _load_task(run, words) if run.warmstart.steps else (None, 0)
+    _, base = _load_model(run, task, words, slots)
+    checkpoint.refuse_other_base(mark, checkpoint.fingerprint(base))
+    return base
+
+
+def _load_task(run: Run, words: Tokenizer) -> tuple[Task, int]:
+    task = within_limit(run.task(), words, run.rollout.max_prompt_length)
+    return task, _prompt_slots(run, task, words)
 
 
 def _prompt_slots(run: Run, task: Task, words: Tokenizer) -> int:
@@ -184,19 +220,75 @@ def _load_tokenizer(settings: ModelSettings) -> Tokenizer:
     return tokenizer.load(path.parent if path.suffix == ".gguf" else path)
 
 
-def _load_model(run: Run, task: Task, words: Tokenizer, slots: int) -> tuple[llama.Model, Params]:
-    """The model and its first parameters, float32: read, warm-started or random."""
+def _build(run: Run, shape: LlamaConfig) -> llama.Model:
     settings = run.model
-    build = partial(llama.build, dtype=settings.dtype, remat=settings.remat)
+    return llama.build(shape, dtype=settings.dtype, remat=settings.remat, lora_scale=run.lora.scale)
+
+
+def _split(run: Run, model: llama.Model, params: Params) -> tuple[Params | None, Params]:
+    """(frozen base, what is trained): all parameters, or with LoRA fresh adapters beside them."""
+    if not run.lora.active:
+        return None, params
+    key = jax.random.fold_in(jax.random.key(run.seed), ADAPTERS)
+    return params, jax.jit(partial(lora.init, model.config, run.lora))(key)
+
+
+def _refuse_other_shape(expected: LlamaConfig | None, found: LlamaConfig, path: Path) -> None:
+    """Raise TrainingError, naming a field, if weights are of another shape than the configuration
+    says: another model than was planned for."""
+
+    def same(a: Any, b: Any) -> bool:
+        # a GGUF file rounds its numbers to float32
+        return math.isclose(a, b, rel_tol=1e-6) if isinstance(a, float) else a == b
+
+    for field in fields(found) if expected is not None else ():
+        said, is_there = getattr(expected, field.name), getattr(found, field.name)
+        if not same(said, is_there):
+            raise TrainingError(
+                f"model.shape.{field.name}={said}, and {path} has {is_there}: another model? "
+                "(model.shape=null takes the folder's)"
+            )
+
+
+def _references(
+    run: Run, base: Params | None, trainable: Params
+) -> tuple[Params | None, Params | None]:
+    """(beside the state, within it, where it moves): the policy as it starts. With LoRA that is the
+    base itself; else a copy, since updates donate the state."""
+    kl = run.algorithm.kl
+    if not kl.active:
+        return None, None
+    if kl.refresh_every:
+        return None, jax.tree.map(jnp.copy, trainable)
+    return jax.tree.map(jnp.copy, trainable) if base is None else base, None
+
+
+def _load_model(
+    run: Run, task: Task | None, words: Tokenizer, slots: int
+) -> tuple[llama.Model, Params]:
+    """The model and its first parameters, of `model.base_dtype`: read, warm-started or random. The
+    task is for the warm start."""
+    settings, build = run.model, partial(_build, run)
+
+    def placed(params: Params) -> Params:
+        return jax.tree.map(partial(jnp.asarray, dtype=settings.base_dtype), params)
+
     if settings.path is not None:
         path = Path(settings.path).expanduser()
-        shape, params = gguf.load(path) if path.suffix == ".gguf" else hf.load(path)
-        return build(shape), jax.tree.map(jnp.asarray, params)
+        load = gguf.load if path.suffix == ".gguf" else hf.load
+        if path.suffix != ".gguf":  # before gigabytes are read
+            _refuse_other_shape(settings.shape, hf.read_config(path), path)
+        shape, params = load(path, settings.base_dtype)
+        _refuse_other_shape(settings.shape, shape, path)
+        return build(shape), placed(params)
     if settings.shape is None:
         raise TrainingError("model: neither a path nor a shape")
     model = build(settings.shape)
     if run.warmstart.steps == 0:
-        return model, jax.jit(model.init)(jax.random.fold_in(jax.random.key(run.seed), 1))
+        return model, placed(jax.jit(model.init)(jax.random.fold_in(jax.random.key(run.seed), 1)))
+    assert task is not None
+    # it is trained in float32 whatever the base's dtype is, and runs with and without LoRA share it
+    trained = {key: value for key, value in run.config["model"].items() if key != "base_dtype"}
     params, cached = warm_params(
         run.warmstart,
         model,
@@ -204,10 +296,10 @@ def _load_model(run: Run, task: Task, words: Tokenizer, slots: int) -> tuple[lla
         words,
         prompt_slots=slots,
         seed=run.seed,
-        identity={"task": run.config["task"], "model": run.config["model"]},
+        identity={"task": run.config["task"], "model": trained},
         cache=run.cache,
         progress=run.logger.progress,
     )
     if cached and run.logger.progress:
         print(f"warm start: seed {run.seed} taken from {run.cache}")
-    return model, params
+    return model, placed(params)

@@ -67,12 +67,15 @@ MODES = {
     "checkpoint.resume": ("auto", "never"),
     "logger.wandb": ("offline", "online", "disabled"),
     "model.dtype": ("float32", "bfloat16"),
+    "model.base_dtype": ("float32", "bfloat16"),
 }
 AXIS_MODES = {
     "kl.where": ("loss", "reward"),
     "filter.on_exhausted": ("partial", "skip", "error"),
     "filter.surplus": ("drop", "keep"),
 }
+# A random model with more tokens than this was not meant: the character tokenizer has 83.
+RANDOM_VOCABULARY = 1024
 # Rules made for one kind of ratio: with another they are something that no paper has.
 MADE_FOR = {
     "gmpo": "token",
@@ -120,6 +123,8 @@ def announce(run: Run) -> list[str]:
         )
     if run.optim.schedule == "constant" and run.optim.final_share:
         lines.append("optim.final_share does nothing under optim.schedule=constant")
+    if run.lora.targets and not run.lora.active:
+        lines.append("lora.rank=0: no adapters; all parameters are trained")
     return lines
 
 
@@ -356,17 +361,40 @@ def _fits(run: Run) -> Iterator[str]:
             f"baseline.k={k} of rollout.group_size={rollout.group_size}: k has to be smaller: a "
             "draw of the whole group has no other to be compared with, and every advantage is 0"
         )
-    shape, path = run.model.shape, run.model.path
-    if (path is None) == (shape is None):
-        yield "model: give either model.path or model.shape"
-    elif shape is not None:
-        words = tokenizer.char_tokenizer().vocab_size
-        if shape.vocab_size < words:
-            yield f"model.shape.vocab_size={shape.vocab_size}: the character tokenizer has {words}"
-    elif run.warmstart.steps:
-        yield "warmstart: a pretrained model has no warm start (warmstart=none)"
+    yield from _fits_model(run)
+    yield from _fits_lora(run)
     if run.eval.forced_prefix == "":
         yield "eval.forced_prefix is empty (null turns the probe off)"
     names, on = [part.name for part in run.reward], run.algorithm.filter.on
     if on is not None and on not in names:
         yield f"filter.on={on!r} names no part of the reward; parts: {', '.join(names)}"
+
+
+def _fits_model(run: Run) -> Iterator[str]:
+    shape, words = run.model.shape, tokenizer.char_tokenizer().vocab_size
+    if run.model.path is None:
+        if shape is None:
+            yield "model: give either model.path or model.shape"
+            return
+        if shape.vocab_size < words:
+            yield f"model.shape.vocab_size={shape.vocab_size}: the character tokenizer has {words}"
+        if shape.vocab_size <= RANDOM_VOCABULARY:
+            return
+        if run.plan is None:
+            yield (
+                f"model.path=null: {shape.vocab_size:,} tokens are a pretrained model's, and there "
+                "are no weights; give model.path=FOLDER (plan=true needs none)"
+            )
+    if run.warmstart.steps:
+        yield "warmstart: a pretrained model has no warm start (warmstart=none)"
+
+
+def _fits_lora(run: Run) -> Iterator[str]:
+    kl, dtype = run.algorithm.kl, run.model.base_dtype
+    if dtype != "float32" and not run.lora.active:
+        yield f"model.base_dtype={dtype} is for a frozen base: lora=all_linear, or float32"
+    if run.lora.active and kl.active and kl.refresh_every and kl.refresh_mix != 1:
+        yield (
+            f"kl.refresh_mix={kl.refresh_mix:g} with lora: mixed adapters are no mix of weights; "
+            "kl.refresh_mix=1 puts the reference where the policy is"
+        )

@@ -1,21 +1,26 @@
 """Checkpoints that restore bit for bit (DESIGN.md section 10), on orbax's `CheckpointManager`.
 
-A step is four items, each readable alone: `params`, `opt_state`, `loop` (the key, the step, and
-the reference policy where it moves) and `meta` (JSON: the loop's own counters and what describes
-the run). A save is atomic: a kill leaves a temporary folder that counts for nothing. Saving goes on
-in the background; close the manager (`with open(...) as manager:` does) before the run is called
-complete.
+A step is four items, each readable alone: `params` (what is trained: with LoRA the adapters alone),
+`opt_state`, `loop` (the key, the step, and the reference policy where it moves) and `meta` (JSON:
+the loop's own counters and what describes the run). A save is atomic: a kill leaves a temporary
+folder that counts for nothing. Saving goes on in the background; close the manager (`with
+open(...) as manager:` does) before the run is called complete.
 """
 
+import hashlib
 import json
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
-from grpo_jax.types import TrainState
+from grpo_jax.models.config import Llama3Scaling, LlamaConfig
+from grpo_jax.types import Params, TrainingError, TrainState
 
 if TYPE_CHECKING:  # orbax takes seconds to import, and a run without checkpoints never needs it
     import orbax.checkpoint as ocp
@@ -132,6 +137,74 @@ def restore(
         reference=restored["loop"].get("reference"),
     )
     return state, restored["meta"]["loop"], restored["meta"]["meta"]
+
+
+def load_params(folder: Path, step: int | None = None) -> tuple[int, Params, dict[str, Any]]:
+    """(step, what was trained, `meta`) of a checkpoint in `folder`: the newest or that of `step`.
+
+    For whoever has no training state to restore into. Raises TrainingError where there is none.
+    """
+    import orbax.checkpoint as ocp
+
+    if not folder.is_dir():
+        raise TrainingError(f"no checkpoints: {folder} is not a folder")
+    with open(folder, keep=None) as manager:
+        steps = sorted(manager.all_steps())
+        if not steps:
+            raise TrainingError(f"no checkpoints: {folder} holds no complete one")
+        step = steps[-1] if step is None else step
+        if step not in steps:
+            known = ", ".join(map(str, steps))
+            raise TrainingError(f"{folder} has no checkpoint of step {step}; there are {known}")
+        shapes = manager.item_metadata(step)["params"].tree
+        target = jax.tree.map(lambda a: _abstract(jax.ShapeDtypeStruct(a.shape, a.dtype)), shapes)
+        items = {"params": ocp.args.StandardRestore(target), "meta": ocp.args.JsonRestore()}
+        restored = manager.restore(step, args=ocp.args.Composite(**items))
+    return step, restored["params"], restored["meta"]["meta"]
+
+
+# ------------------------------------------------------------------- what describes the model
+
+
+def describe(config: LlamaConfig, base: Params | None) -> dict[str, Any]:
+    """What `meta` says of the model: its shape, and with LoRA which base the adapters are for."""
+    return {"shape": asdict(config), "base": None if base is None else fingerprint(base)}
+
+
+def shape_of(values: dict[str, Any]) -> LlamaConfig:
+    """`asdict` of a shape, undone."""
+    rest, scaling = dict(values), values["rope_scaling"]
+    rest["rope_scaling"] = None if scaling is None else Llama3Scaling(**scaling)
+    return LlamaConfig(**rest)
+
+
+def fingerprint(params: Params) -> str:
+    """The same for the same bits on any device; another one, all but surely, for others."""
+    sums = jax.device_get(jax.tree.map(_hash, params))
+    text = json.dumps({name: int(value) for name, value in _leaves(sums).items()}, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def refuse_other_base(saved: str | None, found: str | None) -> None:
+    """Raise TrainingError unless these are fingerprints of the same base."""
+    if saved != found:
+        raise TrainingError(
+            "the base model is not the one that these adapters were trained beside: what is in "
+            "model.path has changed since (or the warm start was made anew by other code)"
+        )
+
+
+@jax.jit
+def _hash(leaf: jax.Array) -> jax.Array:
+    """Sum mod 2**32, in any order the same, of the words mixed with their places (by the last steps
+    of MurmurHash3)."""
+    flat = leaf.reshape(-1)
+    word = {2: jnp.uint16, 4: jnp.uint32}[leaf.dtype.itemsize]
+    h = lax.bitcast_convert_type(flat, word).astype(jnp.uint32)
+    h = h + lax.iota(jnp.uint32, flat.size) * jnp.uint32(0x9E3779B1)
+    h = (h ^ (h >> 16)) * jnp.uint32(0x85EBCA6B)
+    h = (h ^ (h >> 13)) * jnp.uint32(0xC2B2AE35)
+    return jnp.sum(h ^ (h >> 16), dtype=jnp.uint32)
 
 
 def _loop_tree(state: TrainState) -> dict[str, Any]:

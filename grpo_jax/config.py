@@ -35,7 +35,9 @@ from grpo_jax.assemble import (
 )
 from grpo_jax.check import ConfigError, check, check_axes
 from grpo_jax.evaluate import EvalSettings
+from grpo_jax.models.lora import LoraSettings
 from grpo_jax.optim import OptimSettings
+from grpo_jax.plan import devices, report
 from grpo_jax.rewards.combine import RewardPart
 from grpo_jax.tasks.base import Task
 from grpo_jax.typed import options_of, refuse_unknown, typed, value_of
@@ -45,6 +47,7 @@ from grpo_jax.warmstart import WarmstartSettings
 CONF = Path(__file__).resolve().parent.parent / "conf"
 SECTIONS = {
     "model": ModelSettings,
+    "lora": LoraSettings,
     "warmstart": WarmstartSettings,
     "rollout": RolloutSettings,
     "train": TrainSettings,
@@ -84,8 +87,9 @@ RECORDS = {"filter": Filter, "kl": Kl, "entropy": Entropy}
 _LONGEST_NAME = 200  # characters of a job's folder; file systems stop at 255
 
 
-def compose(*overrides: str) -> DictConfig:
-    """The configuration that `scripts/train.py OVERRIDES` would run; raises ConfigError."""
+def compose(*overrides: str, name: str = "train") -> DictConfig:
+    """The configuration that `scripts/train.py OVERRIDES` would run (name="eval": eval.py); raises
+    ConfigError."""
     if not CONF.is_dir():
         raise ConfigError(f"no {CONF}: grpo_jax runs from a checkout (pip install -e .)")
     check_choices(overrides)
@@ -93,7 +97,7 @@ def compose(*overrides: str) -> DictConfig:
     GlobalHydra.instance().clear()
     try:
         with initialize_config_dir(str(CONF), version_base="1.3"):
-            return hydra_compose("train", list(overrides))
+            return hydra_compose(name, list(overrides))
     except (HydraException, OmegaConfBaseException, ValueError) as error:
         raise ConfigError(str(error)) from error  # a ValueError is Hydra's for `experiment=null`
     finally:
@@ -118,7 +122,7 @@ def load_algorithm(name: str = "grpo", *overrides: str) -> Algorithm:
 
     The fields are the axis functions with their constants bound. Raises ConfigError.
     """
-    return make_algorithm(_resolved(compose(f"algorithm={name}", *overrides)))
+    return make_algorithm(resolved(compose(f"algorithm={name}", *overrides)))
 
 
 def make_algorithm(config: dict[str, Any]) -> Algorithm:
@@ -133,13 +137,14 @@ def make_algorithm(config: dict[str, Any]) -> Algorithm:
 
 def make_run(config: DictConfig, folder: Path) -> Run:
     """A checked, typed run; nothing is loaded or compiled. Raises ConfigError."""
-    values = _resolved(config)
+    values = resolved(config)
     known = {*SECTIONS, *AXES, "name", "seed", "cache", "task", "reward"}
-    refuse_unknown("", values, known)
+    refuse_unknown("", values, known | {"plan"})
     missing = sorted(known - values.keys())
     if missing:
         raise ConfigError(f"missing: {', '.join(missing)}")
     value_of(str, values["name"], "name")
+    plan = _plan(values.pop("plan", False))  # no part of what the run is
     sections = {name: typed(kind, values[name], name) for name, kind in SECTIONS.items()}
     algorithm = make_algorithm(values)
     reward = _reward(values["reward"])
@@ -152,6 +157,7 @@ def make_run(config: DictConfig, folder: Path) -> Run:
         task=_task(values["task"]),
         reward=reward,
         config=values,
+        plan=plan,
         **sections,
     )
     check(run)
@@ -176,7 +182,8 @@ def folder_name(overrides: str) -> str:
 OmegaConf.register_new_resolver("folder_name", folder_name, replace=True)
 
 
-def _resolved(config: DictConfig) -> dict[str, Any]:
+def resolved(config: DictConfig) -> dict[str, Any]:
+    """Plain dicts and lists, interpolations replaced. Raises ConfigError."""
     try:
         return OmegaConf.to_container(config, resolve=True, throw_on_missing=True)  # type: ignore
     except OmegaConfBaseException as error:  # a `???`, an interpolation that leads nowhere
@@ -188,6 +195,18 @@ def _made(where: str, node: dict[str, Any]) -> Any:
         return instantiate(node, _convert_="all")  # plain lists and dicts, not OmegaConf's
     except InstantiationException as error:
         raise ConfigError(f"{where}: {error.__cause__ or error}") from error
+
+
+def _plan(value: Any) -> str | None:
+    """`plan=true` or a device -> what the report takes; false -> None."""
+    value = value_of(bool | str, value, "plan")
+    if isinstance(value, bool):
+        return report.EVERY if value else None
+    try:
+        devices.parse(value)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    return value
 
 
 def _task(node: dict[str, Any]) -> Callable[[], Task]:

@@ -17,7 +17,7 @@ from jaxtyping import Array, Int
 
 from grpo_jax.loss import policy_loss
 from grpo_jax.models.llama import Model
-from grpo_jax.policy import PolicySettings, TokenStats, cut, stats_by_parts, token_stats
+from grpo_jax.policy import PolicySettings, TokenStats, cut, stats_by_parts, token_stats, whole
 from grpo_jax.rules import asks
 from grpo_jax.types import Algorithm, Batch, Params, TrainState
 
@@ -30,12 +30,13 @@ def make_update(
     optimizer: optax.GradientTransformation,
     settings: PolicySettings,
 ) -> Callable[..., tuple[TrainState, dict[str, Array]]]:
-    """Jitted (state, batch, rows, entropy_coef=None, reference=None) -> (state, metrics): one
-    optimizer step on those rows.
+    """Jitted (state, batch, rows, entropy_coef=None, reference=None, base=None) -> (state,
+    metrics): one optimizer step on those rows.
 
     `rows` i32[b] index the batch. `entropy_coef` is the bonus's at this step (None: the
     algorithm's). `reference` holds the reference's parameters, for a KL that needs its
-    distributions (`kl=exact`) and where the state itself has none.
+    distributions (`kl=exact`) and where the state itself has none. `base` holds the frozen
+    parameters where the state's are adapters beside them (LoRA): no gradient, never donated.
 
     `state` is donated. A step whose loss or gradient is not finite leaves parameters and optimizer
     as they were and says so in metrics["nonfinite"]; so does one with no token to learn from
@@ -44,11 +45,12 @@ def make_update(
     gradient = make_gradient(algorithm, model, settings)
 
     @partial(jax.jit, donate_argnums=0)
-    def update(state: TrainState, batch: Batch, rows, entropy_coef=None, reference=None):
+    def update(state: TrainState, batch: Batch, rows, entropy_coef=None, reference=None, base=None):
         batch = jax.tree.map(lambda a: a[rows], batch)
-        reference = reference if state.reference is None else state.reference
+        if state.reference is not None:
+            reference = whole(base, state.reference)
         key = jax.random.fold_in(jax.random.fold_in(state.key, UPDATE), state.step)
-        value, sums, grad = gradient(state.trainable, batch, entropy_coef, reference, key)
+        value, sums, grad = gradient(state.trainable, batch, entropy_coef, reference, key, base)
         norm = optax.tree.norm(grad)
         finite = jnp.isfinite(value) & jnp.isfinite(norm)
         empty = sums["tokens"] == 0
@@ -64,19 +66,21 @@ def make_update(
 
 
 def make_gradient(algorithm: Algorithm, model: Model, settings: PolicySettings) -> Callable:
-    """(params, batch, entropy_coef, reference, key) -> (loss, sums of `policy_loss`, gradient) of a
-    whole minibatch, computed a micro-batch at a time; not jitted."""
+    """(trainable, batch, entropy_coef, reference, key, base=None) -> (loss, sums of `policy_loss`,
+    gradient in `trainable`) of a whole minibatch, computed a micro-batch at a time; not jitted."""
 
-    def forward(reference, params: Params, rollout) -> TokenStats:
+    def forward(base, reference, trainable: Params, rollout) -> TokenStats:
         exact = algorithm.kl.exact and algorithm.kl.where == "loss"
+        params = whole(base, trainable)
         return token_stats(model, settings, params, rollout, reference if exact else None)
 
-    def gradient(params: Params, batch: Batch, entropy_coef, reference, key):
+    def gradient(trainable: Params, batch: Batch, entropy_coef, reference, key, base=None):
         mask = batch.rollout.mask & batch.keep[:, None]
         weight = algorithm.aggregation(mask, batch.group)
-        ahead, value = partial(forward, reference), partial(loss, algorithm, entropy_coef, key)
+        ahead = partial(forward, base, reference)
+        value = partial(loss, algorithm, entropy_coef, key)
         how = _all_rows_at_once if algorithm.sees_all_rows else _part_by_part
-        return how(ahead, value, settings, params, batch, mask, weight)
+        return how(ahead, value, settings, trainable, batch, mask, weight)
 
     return gradient
 

@@ -51,8 +51,11 @@ def make_optimizer(
     """Float32 moments whatever the gradients' dtype is."""
 
     def matrices(params):
-        # stacked norm scales are [L, D]; only what a dot contracts is decayed
-        return jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key != "scale", params)
+        # by name: a stacked norm scale is [L, D]; only what a dot contracts is decayed
+        def is_matrix(path, leaf):
+            return path[-1].key not in ("scale", "qkv_bias")
+
+        return jax.tree_util.tree_map_with_path(is_matrix, params)
 
     return optax.chain(
         optax.clip_by_global_norm(settings.clip_norm),

@@ -1,4 +1,5 @@
-"""The policy's log-probs of a rollout, by a full forward pass, a micro-batch at a time."""
+"""The policy's parameters, and its log-probs of a rollout, by a full forward pass, a micro-batch at
+a time."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from grpo_jax.kernels.logprobs import token_kl, token_logprobs
+from grpo_jax.models import lora
 from grpo_jax.models.llama import Model
 from grpo_jax.types import Params, Rollout
 
@@ -31,6 +33,11 @@ class TokenStats:
     logp: Float[Array, "B T"]  # of the token that was sampled
     entropy: Float[Array, "B T"]
     exact_kl: Float[Array, "B T"] | None  # KL(policy || reference); None without a reference
+
+
+def whole(base: Params | None, trainable: Params) -> Params:
+    """The policy's parameters: all of them are trained, or adapters beside a frozen base (LoRA)."""
+    return trainable if base is None else lora.join(base, trainable)
 
 
 def token_stats(

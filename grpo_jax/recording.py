@@ -2,7 +2,7 @@
 
 A run with `checkpoint.rollouts_every` leaves in its folder
 
-    rollouts/reference.safetensors  the policy as the run began
+    rollouts/reference.safetensors  the policy as the run began (with LoRA: none, it is the base)
     rollouts/step_000010/
         arrays.npz          the rollout, its rewards, and what the run made of them
         meta.json           configuration, model shape, counters; prompts and completions as text
@@ -10,8 +10,9 @@ A run with `checkpoint.rollouts_every` leaves in its folder
         after.safetensors   the weights after the step's updates
         reference.safetensors  only where the reference moves (`kl.refresh_every`)
 
-Weights are float32, named by their place in the parameter tree ("layers/mlp/down"). A step's folder
-is renamed into place when it is complete, so what has its name can be read.
+Weights are those that are trained (with LoRA the adapters alone), float32, named by their place in
+the parameter tree ("layers/mlp/down"). A step's folder is renamed into place when it is complete,
+so what has its name can be read.
 """
 
 import json
@@ -29,7 +30,8 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
 from grpo_jax.answers import Answers
-from grpo_jax.models.config import Llama3Scaling, LlamaConfig
+from grpo_jax.checkpoint import shape_of
+from grpo_jax.models.config import LlamaConfig
 from grpo_jax.rewards.combine import RewardTable
 from grpo_jax.rollout import Collection
 from grpo_jax.tasks.base import Prompt
@@ -53,6 +55,7 @@ class Moment:
     entropy_coef: float  # of the run's own entropy bonus at this step
     weights: dict[str, float]  # of the reward parts
     config: dict[str, Any]  # of the run, resolved
+    base: str | None = None  # with LoRA: the frozen base's fingerprint (`checkpoint.fingerprint`)
 
 
 @dataclass(frozen=True)
@@ -67,12 +70,17 @@ class Recording:
     advantage: Float[np.ndarray, "B"]  # the run's own
     keep: Bool[np.ndarray, "B"]  # the run's own
 
+    @property
+    def moves(self) -> bool:
+        """Whether the reference is of this step (`kl.refresh_every`)."""
+        return (self.folder / REFERENCE).is_file()
+
     def params(self, name: str) -> Params:
-        """Weights: "before" or "after" the step's updates, or the "reference". RecordingError."""
-        path = self.folder / f"{name}.safetensors"
-        if name == "reference" and not path.is_file():
-            path = self.folder.parent / REFERENCE
-        return load_params(path)
+        """What the run trains, "before" or "after" the step's updates, or the "reference" of it.
+        RecordingError."""
+        fixed = name == "reference" and not self.moves
+        folder = self.folder.parent if fixed else self.folder
+        return load_params(folder / f"{name}.safetensors")
 
 
 def record(
@@ -156,7 +164,7 @@ def load(folder: Path) -> Recording:
         return Recording(
             folder=folder,
             moment=Moment(**{field.name: meta[field.name] for field in fields(Moment)}),
-            shape=_shape(meta["shape"]),
+            shape=shape_of(meta["shape"]),
             answers=_answers(meta, arrays),
             old_logp=arrays["old_logp"],
             advantage=arrays["advantage"],
@@ -215,9 +223,3 @@ def _answers(meta: dict[str, Any], arrays: dict[str, np.ndarray]) -> Answers:
         numbers=tuple(meta["numbers"]),
         greedy=arrays.get("greedy"),
     )
-
-
-def _shape(values: Any) -> LlamaConfig:
-    scaling = values.pop("rope_scaling")
-    scaling = None if scaling is None else Llama3Scaling(**scaling)
-    return LlamaConfig(rope_scaling=scaling, **values)

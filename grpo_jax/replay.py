@@ -21,7 +21,7 @@ from jaxtyping import Array, Bool, Float
 
 from grpo_jax.learner import UPDATE, loss
 from grpo_jax.models.llama import Model
-from grpo_jax.policy import PolicySettings, TokenStats, cut, stats_by_parts, token_stats
+from grpo_jax.policy import PolicySettings, TokenStats, cut, stats_by_parts, token_stats, whole
 from grpo_jax.recording import Recording
 from grpo_jax.rollout import make_batch
 from grpo_jax.rules import asks
@@ -87,6 +87,7 @@ class Passes:
     recording: Recording
     model: Model
     settings: PolicySettings
+    base: Params | None = None  # with LoRA: the frozen one
     _made: dict[tuple, TokenStats | Params] = field(default_factory=dict)
     _programs: dict[str, Callable] = field(default_factory=dict)
 
@@ -95,8 +96,14 @@ class Passes:
         return jax.tree.map(jnp.asarray, self.recording.answers.rollout)
 
     def params(self, name: str) -> Params:
-        """Weights of the recording: "before", "after" or "reference"."""
-        return self._once((name,), lambda: jax.tree.map(jnp.asarray, self.recording.params(name)))
+        """What the run trains: "before", "after" or the "reference" of it."""
+
+        def load() -> Params:
+            if name == "reference" and self.base is not None and not self.recording.moves:
+                return {}  # the base itself
+            return jax.tree.map(jnp.asarray, self.recording.params(name))
+
+        return self._once((name,), load)
 
     def stats(self, name: str, exact: bool = False) -> TokenStats:
         """The policy with these weights at each recorded token; `exact`: and its KL from the
@@ -104,18 +111,18 @@ class Passes:
 
         def make() -> TokenStats:
             program = self._program("stats", _make_stats)
-            return program(self.params(name), self._reference(exact), self.rollout)
+            return program(self.params(name), self.base, self._reference(exact), self.rollout)
 
         return self._once((name, exact), make)
 
     def pull_back(self, name: str, cotangent: TokenStats) -> Params:
-        """The gradient in the parameters, from the one in what the loss sees of the policy."""
+        """The gradient in what the run trains, from the one in what the loss sees of the policy."""
         reference = self._reference(cotangent.exact_kl is not None)
         program = self._program("pull_back", _make_pull_back)
-        return program(self.params(name), reference, self.rollout, cotangent)
+        return program(self.params(name), self.base, reference, self.rollout, cotangent)
 
     def _reference(self, exact: bool) -> Params | None:
-        return self.params("reference") if exact else None
+        return whole(self.base, self.params("reference")) if exact else None
 
     def _once(self, name: tuple, make: Callable):
         if name not in self._made:
@@ -134,17 +141,21 @@ def replay(
     model: Model,
     settings: PolicySettings,
     at: str = "after",
+    base: Params | None = None,
 ) -> Replay:
     """Put a recorded rollout through objectives, at the weights of before or after its updates.
 
     "before" is the first update of the rollout: on-policy, every ratio is 1 and no clip acts.
     "after" is what one more epoch would do: the policy has moved by the run's own updates, so that
-    ratio and clip act. All gradients are held in host memory at once, in float32.
+    ratio and clip act. All gradients are held in host memory at once, in float32. With a `base`
+    (frozen, LoRA), what was recorded are adapters, and so are the gradients.
 
     Raises ReplayError (before anything compiles) and RecordingError.
     """
     refuse(recording, objectives)
-    passes = Passes(recording, model, settings)
+    if recording.moment.base is not None and base is None:
+        raise ReplayError("this is a recording of adapters (LoRA): it is replayed with their base")
+    passes = Passes(recording, model, settings, base)
     bins = make_bins(recording)
     outcomes, gradients = [], []
     for objective in objectives:
@@ -175,7 +186,7 @@ def refuse(recording: Recording, objectives: Sequence[Objective]) -> None:
 def measure(
     passes: Passes, objective: Objective, at: str, bins: Sequence[Bin]
 ) -> tuple[Outcome, Params]:
-    """One objective, and its gradient in the model's parameters."""
+    """One objective, and its gradient in what the run trains."""
     recording, algorithm = passes.recording, objective.algorithm
     batch = batch_for(passes, algorithm)
     exact = algorithm.kl.exact and algorithm.kl.where == "loss"
@@ -302,7 +313,8 @@ def _entropy_coef(recording: Recording, objective: Objective) -> Array:
 
 
 def _make_stats(model: Model, settings: PolicySettings) -> Callable:
-    def stats(params: Params, reference: Params | None, rollout: Rollout) -> TokenStats:
+    def stats(params: Params, base, reference, rollout: Rollout) -> TokenStats:
+        params = whole(base, params)
         forward = partial(token_stats, model, settings, params, reference=reference)
         return stats_by_parts(forward, settings, rollout)
 
@@ -310,10 +322,13 @@ def _make_stats(model: Model, settings: PolicySettings) -> Callable:
 
 
 def _make_pull_back(model: Model, settings: PolicySettings) -> Callable:
-    def pull_back(params: Params, reference, rollout: Rollout, cotangent: TokenStats) -> Params:
+    def pull_back(params: Params, base, reference, rollout: Rollout, cotangent) -> Params:
         def add(total, micro):
             rows, pull = micro
-            forward = partial(token_stats, model, settings, rollout=rows, reference=reference)
+
+            def forward(params: Params) -> TokenStats:
+                return token_stats(model, settings, whole(base, params), rows, reference)
+
             _, back = jax.vjp(forward, params)
             return jax.tree.map(jnp.add, total, back(pull)[0]), None
 

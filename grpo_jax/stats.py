@@ -1,4 +1,5 @@
-"""Statistics for comparing runs over seeds: small n, deterministic, no global random state.
+"""Statistics for comparing runs over seeds, and for benchmarks over problems: small n,
+deterministic, no global random state.
 
 A value here is one number a seed (or a row of K numbers a seed). Resampling draws from a
 `numpy.random.Generator` of its own, made from the `seed` argument, so the same input gives the same
@@ -6,7 +7,8 @@ output, bit for bit.
 """
 
 import warnings
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -160,6 +162,64 @@ def pass_at_k(samples: ArrayLike, correct: ArrayLike, k: int) -> np.ndarray:
     # where n - c < k one factor is 0: then every draw of k holds a correct answer
     none_right = np.prod((n[..., None] - c[..., None] - i) / (n[..., None] - i), axis=-1)
     return 1.0 - none_right
+
+
+def majority_vote(votes: Sequence[Hashable | None], correct: ArrayLike) -> float:
+    """maj@k of one problem, k = len(votes): the score of the answer that most samples gave.
+
+    Self-consistency (Wang et al. 2023, arXiv:2203.11171). Equal votes are one answer, None
+    abstains, and of answers with as many votes the one seen first wins. The winner's score is the
+    mean of `correct` [k] over the samples that gave it: 0 or 1, unless the reward looks at more
+    than the answer. 0.0 where nobody votes. This is the vote of these k samples, no mean over
+    subsets of more. ValueError for no samples, unequal lengths or values that are not finite.
+    """
+    scores = _finite("correct", correct)
+    if scores.shape != (len(votes),) or not len(votes):
+        raise ValueError(f"majority_vote: {len(votes)} votes, and scores of shape {scores.shape}")
+    counts = Counter(vote for vote in votes if vote is not None)
+    if not counts:
+        return 0.0
+    (winner, _), *_ = counts.most_common(1)  # of equal counts, the one that was counted first
+    return float(np.mean([s for v, s in zip(votes, scores, strict=True) if v == winner]))
+
+
+def wilson_interval(successes: int, n: int, *, level: float = 0.95) -> tuple[float, float]:
+    """Wilson's score interval (1927) of a share: successes of n independent trials -> (low, high).
+
+    Unlike a bootstrap, it has a width where all trials end alike: 0 of 10 gives [0, 0.278].
+    ValueError unless 0 <= successes <= n and n >= 1.
+    """
+    if not 0 <= successes <= n or n < 1:
+        raise ValueError(f"wilson_interval needs 0 <= successes <= n, got {successes} of {n}")
+    interval = stats.binomtest(successes, n).proportion_ci(level, method="wilson")
+    return float(interval.low), float(interval.high)
+
+
+def mean_intervals(
+    values: ArrayLike,
+    shares: Sequence[bool],
+    *,
+    level: float = 0.95,
+    resamples: int = 2000,
+    seed: int = 0,
+) -> list[tuple[float, float] | None]:
+    """Intervals of the means over problems: values [n, K], one number a problem and metric.
+
+    Whole problems are resampled (a percentile bootstrap), so that what several samples of one
+    problem share counts once, and all K metrics share their resamples. A metric that is a share
+    (`shares` [K]) and only 0 or 1 for each problem has Wilson's interval instead. None for a single
+    problem otherwise. ValueError for values that are not finite.
+    """
+    x = _finite("values", values)
+    bootstrap = bootstrap_interval(x, np.mean, level=level, resamples=resamples, seed=seed)
+    found: list[tuple[float, float] | None] = []
+    for k, share in enumerate(shares):
+        if share and np.all((x[:, k] == 0) | (x[:, k] == 1)):
+            found.append(wilson_interval(int(x[:, k].sum()), len(x), level=level))
+        else:
+            ends = None if bootstrap is None else (float(bootstrap[0][k]), float(bootstrap[1][k]))
+            found.append(ends)
+    return found
 
 
 def _finite(name: str, values: ArrayLike) -> np.ndarray:

@@ -18,7 +18,9 @@ from grpo_jax.assemble import Run, Work, assemble
 from grpo_jax.folder import claim
 from grpo_jax.learner import minibatches
 from grpo_jax.logging import RunLogger, write_done
+from grpo_jax.models import lora
 from grpo_jax.optim import updates_made
+from grpo_jax.policy import whole
 from grpo_jax.rollout import Collection
 from grpo_jax.types import Batch, Params, TrainingError, TrainState
 
@@ -42,22 +44,23 @@ def train(run: Run) -> dict[str, float]:
         tqdm.write(f"complete already, nothing to do: {run.folder}")
         return finished
     work = assemble(run)
+    sizes = _sizes(work)
     final: dict[str, float] | None = None
     with _records(run, work) as out:
         state, step, position = work.state, out.step, out.position
         # BASE: refuse to train a policy that knows nothing. All programs but the update compile
         if step == 0:
             final = _evaluate(work, state, 0, out, tell="before training")
-            out.logger.log(0, final | _data_metrics(work))
+            out.logger.log(0, final | sizes | _data_metrics(work))
             _refuse_chance(run, work, final)
         while step < run.train.steps:
             step += 1
             began = time.perf_counter()
             # ROLLOUT: prompts -> answers -> rewards -> advantages
-            work.sampler.load(state.trainable, step)
+            params = whole(work.base, state.trainable)
+            work.sampler.load(params, step)
             key = jax.random.fold_in(jax.random.fold_in(state.key, ROLLOUT), step)
-            reference = work.reference if state.reference is None else state.reference
-            data = work.collector.collect(state.trainable, reference, step, position, key)
+            data = work.collector.collect(params, _reference(work, state), step, position, key)
             position, rolled = data.position, time.perf_counter()
             # UPDATE: epochs x minibatches on that rollout
             bonus = _entropy_bonus(run, data.metrics["entropy"], out)
@@ -83,7 +86,7 @@ def train(run: Run) -> dict[str, float]:
             # SAVE
             if out.manager is not None and (last or step % run.checkpoint.every == 0):
                 loop = _loop(work, out, position)
-                checkpoint.save(out.manager, step, state, loop, {"config": run.config})
+                checkpoint.save(out.manager, step, state, loop, out.meta)
         if final is None:  # resumed after the last step
             final = _evaluate(work, state, step, out)
     write_done(run.folder, step, final)
@@ -100,6 +103,7 @@ class _Records:
     step: int
     position: int
     bad: int  # updates in a row that were not finite
+    meta: dict[str, Any]  # what a checkpoint says of the run
     tokens: float  # generated for training so far: what dynamic sampling costs
     entropy_coef: float  # of the entropy bonus, as far as it has been adapted
 
@@ -107,8 +111,10 @@ class _Records:
 @contextmanager
 def _records(run: Run, work: Work) -> Generator[_Records]:
     """Open them, resumed if there is something to resume; close them whatever happens."""
-    if run.checkpoint.rollouts_every:
+    if run.checkpoint.rollouts_every and work.base is None:
         recording.keep_reference(run.folder, work.state.trainable)
+    model = checkpoint.describe(work.sampler.model.config, work.base)
+    meta: dict[str, Any] = {"config": run.config} | model
     with ExitStack() as stack:
         manager, step = None, 0
         loop: dict[str, Any] = {"position": 0, "bad": 0, "tokens": 0.0, "waiting": None}
@@ -124,7 +130,8 @@ def _records(run: Run, work: Work) -> Generator[_Records]:
                 )
             if newest is not None:
                 step = newest
-                work.state, loop, _ = checkpoint.restore(manager, newest, work.state)
+                work.state, loop, saved = checkpoint.restore(manager, newest, work.state)
+                checkpoint.refuse_other_base(saved["base"], meta["base"])
                 work.collector.restore(loop["waiting"])
         logger = RunLogger(
             run.folder,
@@ -150,6 +157,7 @@ def _records(run: Run, work: Work) -> Generator[_Records]:
                     manager,
                     bar,
                     step,
+                    meta=meta,
                     position=int(loop["position"]),
                     bad=int(loop["bad"]),
                     tokens=float(loop["tokens"]),
@@ -159,6 +167,20 @@ def _records(run: Run, work: Work) -> Generator[_Records]:
             logger.close(1)
             raise
         logger.close(0)
+
+
+def _sizes(work: Work) -> dict[str, float]:
+    """How much is trained; said at each start."""
+    trained = lora.count(work.state.trainable)
+    total = trained + (0 if work.base is None else lora.count(work.base))
+    share = f"{100 * trained / total:.2f} %"
+    tqdm.write(f"trainable parameters: {trained:,} of {total:,} ({share})")
+    return {"parameters/trainable": float(trained), "parameters/total": float(total)}
+
+
+def _reference(work: Work, state: TrainState) -> Params | None:
+    """Where the KL is measured from: fixed beside the state, or moving within it."""
+    return work.reference if state.reference is None else whole(work.base, state.reference)
 
 
 def _loop(work: Work, out: _Records, position: int) -> dict[str, Any]:
@@ -185,7 +207,7 @@ def _evaluate(
     work: Work, state: TrainState, step: int, out: _Records, tell: str | None = None
 ) -> dict[str, float]:
     """Metrics, with samples to the log; and to the screen, under the heading `tell`."""
-    metrics, rows = work.evaluator(state.trainable, step)
+    metrics, rows = work.evaluator(whole(work.base, state.trainable), step)
     out.logger.completions(step, rows)
     if tell is not None:
         numbers = [f"{name} {metrics[name]:.3f}" for name in TOLD if name in metrics]
@@ -247,6 +269,7 @@ def _recorded_update(
         entropy_coef=bonus,
         weights={part.name: part.weight for part in run.reward},
         config=run.config,
+        base=out.meta["base"],
     )
     params = {"before": copied(state.trainable), "reference": copied(state.reference)}
     state, metrics = _update(run, work, state, data.batch, bonus, step, out)
@@ -271,7 +294,7 @@ def _update(
     reference = work.reference if run.algorithm.kl.exact else None
     steps = []
     for index in minibatches(rows, size, run.train.epochs, run.train.minibatches, rng):
-        state, metrics = work.update(state, batch, jnp.asarray(index), coef, reference)
+        state, metrics = work.update(state, batch, jnp.asarray(index), coef, reference, work.base)
         steps.append(metrics)
     steps = jax.device_get(steps)  # one wait for all of them: the device is never idle in between
     for metrics in steps:

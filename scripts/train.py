@@ -1,5 +1,7 @@
 """Train: `python scripts/train.py [key=value ...]`; `-m` sweeps. Defaults: conf/train.yaml.
 
+`plan=true` prints what the run would need (memory, FLOPs, an estimate of its time) and stops.
+
 A function of your own is named by its import path, from the installed packages or the current
 directory: `clip=none clip._target_=my.module.rule`, and `+clip.range=0.1` for its constants.
 """
@@ -18,6 +20,7 @@ from omegaconf import DictConfig
 from grpo_jax.check import ConfigError, announce
 from grpo_jax.config import check_choices, make_run
 from grpo_jax.logging import write_failed
+from grpo_jax.plan.report import report
 from grpo_jax.trainer import train
 from grpo_jax.types import TrainingError
 
@@ -37,9 +40,13 @@ def main(config: DictConfig) -> None:
         sys.path.append(str(Path.cwd()))  # last: a folder `datasets/` here hides no package
     try:
         run = make_run(config, folder)
-        prepare_process(run.cache)
         for line in announce(run):
             print(f"note: {line}")
+        if run.plan is not None:
+            jax.config.update("jax_platforms", "cpu")  # not even a look at an accelerator
+            print(report(run, run.plan))
+            return
+        prepare_process(run.cache)
         train(run)
     except BaseException as error:
         write_failed(folder, error)

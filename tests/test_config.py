@@ -32,8 +32,14 @@ VALUES = [
 ]
 # Files that ask for company: a path, or sizes that fit.
 COMPANY = {
+    # pretrained ones, whose weights aren't here
+    **{
+        ("model", path.stem): ("warmstart=none", "plan=true")
+        for path in CONF.glob("model/*.yaml")
+        if path.stem != "tiny"
+    },
     ("model", "pretrained"): ("model.path=FOLDER", "warmstart=none"),
-    ("model", "smollm2"): ("warmstart=none",),
+    **{("experiment", path.stem): ("plan=true",) for path in CONF.glob("experiment/*.yaml")},
     ("rollout", "reasoning"): ("train.minibatches=1",),
     ("scale", "pass_at_k_std"): ("baseline=pass_at_k",),
 }

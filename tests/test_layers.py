@@ -30,12 +30,13 @@ LAYERS = (
         "folder",
         "tabular_loop",
         "tabular_exact",
+        "benchmark",
     },
-    {"assemble", "recording"},
-    {"trainer", "check", "replay"},
+    {"assemble", "recording", "benchmark_report"},
+    {"trainer", "check", "replay", "plan", "benchmark_run"},
     {"typed", "replay_report"},
     {"config"},
-    {"variants"},
+    {"variants", "benchmark_config"},
 )
 # Inside the package, these libraries are imported here only.
 HOMES = {
@@ -49,7 +50,8 @@ HOMES = {
 # And these import nothing but this, their own folder and the standard library.
 CLOSED = {
     "kernels": {"jax", "jaxtyping", "numpy"},
-    "rewards": {"numpy", "math_verify", "pebble"},  # no jax: also a worker process imports them
+    # no jax: also a worker process imports them
+    "rewards": {"numpy", "math_verify", "pebble", "reasoning_gym"},
     "stats": {"numpy", "scipy"},
 }
 LONGEST_FILE, LONGEST_FUNCTION = 400, 60

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -82,6 +83,15 @@ def test_weight_decay_is_decoupled_and_of_matrices_only():
     np.testing.assert_allclose(new["embed"]["embedding"], 2 - 0.1 * 0.5 * 2, rtol=1e-6)
     np.testing.assert_array_equal(new["norm"]["scale"], 2)
     np.testing.assert_array_equal(new["layers"]["norm"]["scale"], 2)  # a stack of them is no matrix
+
+
+def test_stacked_biases_are_not_decayed_and_adapters_are():
+    ones = jnp.ones((2, 2, 3))
+    tree = {"qkv_bias": ones, "lora": {"q": {"a": ones}}}
+    optimizer = make_optimizer(replace(PLAIN, weight_decay=0.5), lambda _: 0.1)
+    steps, _ = optimizer.update(jax.tree.map(jnp.zeros_like, tree), optimizer.init(tree), tree)
+    np.testing.assert_array_equal(steps["qkv_bias"], 0)
+    np.testing.assert_allclose(steps["lora"]["q"]["a"], -0.05, rtol=1e-6)
 
 
 def test_the_first_step_is_the_learning_rate():

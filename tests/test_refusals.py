@@ -98,7 +98,7 @@ REFUSED = {
     "warmstart.clean_share=1.5": "warmstart.clean_share=1.5: a share",
     "train.minibatches=3": "rollout.prompts=16 can't be cut into train.minibatches=3",
     "model=pretrained": "model.path: Missing mandatory value",
-    "model.path=FOLDER": "give either model.path or model.shape",
+    "model.path=FOLDER": "a pretrained model has no warm start",
     "model.shape=null": "give either model.path or model.shape",
     "model.shape.num_heads=3": "model.shape: num_heads (3) is not a multiple",
     "model.shape.vocab_size=50": "model.shape.vocab_size=50: the character tokenizer has 83",

@@ -144,3 +144,51 @@ def test_pass_at_k_of_many_prompts_and_samples():
 def test_pass_at_k_refuses_impossible_counts(n, c, k):
     with pytest.raises(ValueError, match="pass_at_k needs"):
         stats.pass_at_k(n, c, k)
+
+
+@pytest.mark.parametrize(
+    ("votes", "correct", "score"),
+    [
+        ("aab", [1, 1, 0], 1.0),
+        ("abb", [1, 0, 0], 0.0),
+        ("ba", [0, 1], 0.0),  # one vote each: the one seen first
+        ("ab", [1, 0], 1.0),
+        ("bcacab", [0, 0, 1, 0, 1, 0], 0.0),  # two votes each: b was first
+        ([None, None, "a"], [0, 0, 1], 1.0),  # whoever abstains is no majority
+        ([None, None], [0, 1], 0.0),
+        ("aaab", [1, 0, 1, 1], 2 / 3),  # the reward looks at more than the answer
+    ],
+)
+def test_majority_vote_by_hand(votes, correct, score):
+    assert stats.majority_vote(list(votes), correct) == pytest.approx(score)
+
+
+@pytest.mark.parametrize(("votes", "correct"), [([], []), (["a"], [1, 0]), (["a"], [np.nan])])
+def test_majority_vote_refuses(votes, correct):
+    with pytest.raises(ValueError, match=r"majority_vote|not finite"):
+        stats.majority_vote(votes, correct)
+
+
+def test_wilson_interval_by_hand():
+    # z = 1.959964: z^2 / (n + z^2) for none of ten; (p + z^2/2n -+ ...) / (1 + z^2/n) for two
+    low, high = stats.wilson_interval(0, 10)
+    assert low == 0 and high == pytest.approx(3.841459 / 13.841459, abs=1e-6)
+    low, high = stats.wilson_interval(2, 10)
+    np.testing.assert_allclose([low, high], [0.056682, 0.509838], atol=1e-6)
+    for successes, n in ((-1, 3), (4, 3), (0, 0)):
+        with pytest.raises(ValueError, match="wilson_interval needs"):
+            stats.wilson_interval(successes, n)
+
+
+def test_mean_intervals_over_problems():
+    values = np.array([[0.0, 0.0, 0.0, 3.0], [1.0, 0.5, 0.0, 5.0]])
+    mixed, shares, none_right, length = stats.mean_intervals(values, [True, True, True, False])
+    assert mixed == stats.wilson_interval(1, 2)
+    assert shares == (0.0, 0.5)  # resamples of two problems have the means 0, 1/4, 1/2
+    assert none_right == stats.wilson_interval(0, 2)
+    assert length == (3.0, 5.0)
+    # 0 or 1 token is no share; one problem has no bootstrap
+    assert stats.mean_intervals([[0.0], [1.0]], [False]) == [(0.0, 1.0)]
+    assert stats.mean_intervals([[0.3, 1.0]], [True, True])[0] is None
+    with pytest.raises(ValueError, match="not finite"):
+        stats.mean_intervals([[np.nan], [1.0]], [True])
