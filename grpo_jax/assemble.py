@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import optax
 
 from grpo_jax import checkpoint, tokenizer
-from grpo_jax.answers import RolloutSettings
+from grpo_jax.answers import RolloutSettings, check_columns
 from grpo_jax.evaluate import EvalSettings, Evaluator
 from grpo_jax.generate import JaxSampler
 from grpo_jax.learner import make_update
@@ -40,6 +40,7 @@ class ModelSettings:
     dtype: str  # of the matmuls; what is trained, optimizer and losses are float32
     base_dtype: str  # of the frozen base, with LoRA; float32 without
     remat: bool  # recompute each layer in the backward pass
+    chat_arguments: dict[str, Any]  # of the tokenizer's chat template
 
 
 @dataclass(frozen=True)
@@ -120,9 +121,9 @@ class Work:
 
 def assemble(run: Run) -> Work:
     """Load the data and the model (or warm-start it), and build every jitted function."""
-    words = _load_tokenizer(run.model)
-    task, slots = _load_task(run, words)
-    model, params = _load_model(run, task, words, slots)
+    words = load_tokenizer(run.model)
+    task, slots = load_task(run, words)
+    model, params = load_model(run, task, words, slots)
     base, trainable = _split(run, model, params)
     policy = PolicySettings(
         temperature=run.rollout.temperature,
@@ -189,15 +190,18 @@ def load_base(run: Run, mark: str | None) -> Params:
 
     Raises TrainingError unless it has the fingerprint `mark` (`checkpoint.fingerprint`).
     """
-    words = _load_tokenizer(run.model)
-    task, slots = _load_task(run, words) if run.warmstart.steps else (None, 0)
-    _, base = _load_model(run, task, words, slots)
+    words = load_tokenizer(run.model)
+    task, slots = load_task(run, words) if run.warmstart.steps else (None, 0)
+    _, base = load_model(run, task, words, slots)
     checkpoint.refuse_other_base(mark, checkpoint.fingerprint(base))
     return base
 
 
-def _load_task(run: Run, words: Tokenizer) -> tuple[Task, int]:
+def load_task(run: Run, words: Tokenizer) -> tuple[Task, int]:
+    """The task, without prompts that are too long, and the width of its prompts in tokens. Raises
+    TrainingError where a reward needs a column that the data has not."""
     task = within_limit(run.task(), words, run.rollout.max_prompt_length)
+    check_columns(run.reward, task)
     return task, _prompt_slots(run, task, words)
 
 
@@ -208,7 +212,8 @@ def _prompt_slots(run: Run, task: Task, words: Tokenizer) -> int:
     return limit if longest is None else min(limit, -(-longest // 8) * 8)
 
 
-def _load_tokenizer(settings: ModelSettings) -> Tokenizer:
+def load_tokenizer(settings: ModelSettings) -> Tokenizer:
+    """That of the model's folder, or the character tokenizer. Raises TrainingError."""
     if settings.path is None:
         return tokenizer.char_tokenizer()
     path = Path(settings.path).expanduser()
@@ -217,7 +222,11 @@ def _load_tokenizer(settings: ModelSettings) -> Tokenizer:
             f"model.path={path}: no such file or folder (for SmolLM2, run "
             "`python scripts/fetch_smollm2.py` first)"
         )
-    return tokenizer.load(path.parent if path.suffix == ".gguf" else path)
+    try:
+        folder = path.parent if path.suffix == ".gguf" else path
+        return tokenizer.load(folder, settings.chat_arguments)
+    except (FileNotFoundError, ValueError) as error:
+        raise TrainingError(f"the tokenizer of model.path={path}: {error}") from error
 
 
 def _build(run: Run, shape: LlamaConfig) -> llama.Model:
@@ -263,7 +272,7 @@ def _references(
     return jax.tree.map(jnp.copy, trainable) if base is None else base, None
 
 
-def _load_model(
+def load_model(
     run: Run, task: Task | None, words: Tokenizer, slots: int
 ) -> tuple[llama.Model, Params]:
     """The model and its first parameters, of `model.base_dtype`: read, warm-started or random. The

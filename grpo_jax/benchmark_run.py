@@ -20,7 +20,7 @@ from typing import Any
 import jax
 from tqdm import tqdm
 
-from grpo_jax.assemble import Run, _load_model, _load_task, _load_tokenizer, restore_policy
+from grpo_jax.assemble import Run, load_model, load_task, load_tokenizer, restore_policy
 from grpo_jax.benchmark.measure import by_level, measures, summary
 from grpo_jax.benchmark.sampling import MOST_PROBLEMS, Bench, BenchmarkSettings
 from grpo_jax.benchmark_report import tables
@@ -66,7 +66,7 @@ def evaluate(benchmark: Benchmark) -> dict[str, Any]:
         result = json.loads((folder / RESULT).read_text(encoding="utf-8"))
         tqdm.write(tables(result))
         return result
-    words = _load_tokenizer(benchmark.policy.model)
+    words = load_tokenizer(benchmark.policy.model)
     tasks = {name: _held(benchmark, name, words) for name in benchmark.sets}
     step, model, params = _policy(benchmark, words)
     bench = Bench(model, params, words, list(benchmark.reward), settings)
@@ -99,8 +99,8 @@ def _policy(benchmark: Benchmark, words: Tokenizer) -> tuple[int | None, Model, 
     run = benchmark.policy
     if benchmark.step is not None:
         return restore_policy(run, benchmark.step)
-    task, slots = _load_task(run, words) if run.warmstart.steps else (None, 0)
-    return None, *_load_model(run, task, words, slots)
+    task, slots = load_task(run, words) if run.warmstart.steps else (None, 0)
+    return None, *load_model(run, task, words, slots)
 
 
 def _held(benchmark: Benchmark, name: str, words: Tokenizer) -> Task:

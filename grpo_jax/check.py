@@ -378,13 +378,13 @@ def _fits_model(run: Run) -> Iterator[str]:
             return
         if shape.vocab_size < words:
             yield f"model.shape.vocab_size={shape.vocab_size}: the character tokenizer has {words}"
+        if run.model.chat_arguments:
+            yield "model.chat_arguments: the character tokenizer's template takes none"
         if shape.vocab_size <= RANDOM_VOCABULARY:
             return
         if run.plan is None:
-            yield (
-                f"model.path=null: {shape.vocab_size:,} tokens are a pretrained model's, and there "
-                "are no weights; give model.path=FOLDER (plan=true needs none)"
-            )
+            tokens = f"{shape.vocab_size:,} tokens are a pretrained model's"
+            yield f"model.path=null: {tokens}; give model.path=FOLDER (plan=true needs no weights)"
     if run.warmstart.steps:
         yield "warmstart: a pretrained model has no warm start (warmstart=none)"
 

@@ -22,6 +22,7 @@ from grpo_jax.models import lora
 from grpo_jax.optim import updates_made
 from grpo_jax.policy import whole
 from grpo_jax.rollout import Collection
+from grpo_jax.tasks.agreement import mismatch
 from grpo_jax.types import Batch, Params, TrainingError, TrainState
 
 # streams of the run's root key (the warm start has its own)
@@ -225,6 +226,9 @@ def _data_metrics(work: Work) -> dict[str, float]:
     if any(counts.values()):
         left_out = ", ".join(f"{n} {reason}" for reason, n in work.task.dropped.items() if n)
         tqdm.write(f"task {work.task.name}: left out at load: {left_out}")
+    told = mismatch(work.task, work.collector.parts)
+    if told is not None:
+        tqdm.write(f"note: {told}")
     if work.task.train_size is not None:
         counts["data/train_prompts"] = float(work.task.train_size)
         if work.task.train_size < work.collector.settings.prompts:

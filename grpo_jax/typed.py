@@ -18,6 +18,7 @@ _NAMES = {
     str: "text",
     type(None): "null",
     tuple: "a list",
+    dict: "a mapping",
 }
 
 
@@ -56,6 +57,8 @@ def value_of(hint: Any, value: Any, where: str) -> Any:
         if origin is tuple and isinstance(value, list):
             item, *_ = typing.get_args(option)  # tuple[item, ...]
             return tuple(value_of(item, v, f"{where}[{i}]") for i, v in enumerate(value))
+        if origin is dict and isinstance(value, dict):
+            return dict(value)
         if isinstance(value, bool) and origin is not bool:
             continue  # true is no 1
         if origin is float and isinstance(value, int | float):

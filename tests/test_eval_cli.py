@@ -103,7 +103,7 @@ def run(tmp_path):
     ],
 )
 def test_mistakes_are_refused_before_anything_loads(overrides, text, run, monkeypatch):
-    monkeypatch.setattr(benchmark_run, "_load_tokenizer", None)
+    monkeypatch.setattr(benchmark_run, "load_tokenizer", None)
     with pytest.raises(ConfigError) as error:
         benchmark(run.parent, *(word.replace("RUN", str(run)) for word in overrides))
     assert text in str(error.value)

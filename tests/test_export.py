@@ -38,8 +38,8 @@ def finished(folder, *overrides):
     """(run, its model, base, trained by step): a folder with checkpoints of steps 1 and 2, as a run
     leaves it. Without the optimizer, which isn't exported."""
     run = make(folder, *overrides)
-    words = assemble._load_tokenizer(run.model)
-    model, params = assemble._load_model(run, None, words, 0)
+    words = assemble.load_tokenizer(run.model)
+    model, params = assemble.load_model(run, None, words, 0)
     base, trained = assemble._split(run, model, params)
     by_step = {0: trained}
     claim(folder, run.config)
@@ -78,8 +78,8 @@ def test_the_folder_is_the_policy_for_a_run_of_this_project(adapted, tmp_path):
     _, model, base, trained, out = adapted
     config = compose("model=pretrained", f"model.path={out}", "warmstart=none")
     again = make_run(config, tmp_path / "run")
-    words = assemble._load_tokenizer(again.model)
-    other, params = assemble._load_model(again, None, words, 0)
+    words = assemble.load_tokenizer(again.model)
+    other, params = assemble.load_model(again, None, words, 0)
     assert other.config == model.config
     want = logits(model, whole(base, trained[2]), some_tokens())
     np.testing.assert_allclose(logits(other, params, some_tokens()), want, atol=1e-5)

@@ -315,10 +315,10 @@ def test_weights_of_another_shape_are_refused_before_they_are_read(tmp_path):
         found = replace(shape, **{field: other})
         (tmp_path / "config.json").write_text(json.dumps(hf.to_hf(found)))
         with pytest.raises(TrainingError, match=f"model.shape.{field}="):
-            assemble._load_model(run, None, char_tokenizer(), 0)
+            assemble.load_model(run, None, char_tokenizer(), 0)
     (tmp_path / "config.json").write_text(json.dumps(hf.to_hf(shape)))
     with pytest.raises(FileNotFoundError):  # it agrees: now the weights are looked for
-        assemble._load_model(run, None, char_tokenizer(), 0)
+        assemble.load_model(run, None, char_tokenizer(), 0)
 
 
 def test_amounts_and_times_have_three_digits():

@@ -9,7 +9,7 @@ TRAIN_SHARE = 0.35  # of the FLOP/s: forward and backward passes of the update
 SCORE_SHARE = 0.4  # of the FLOP/s: forward passes of a rollout, and prefill
 DECODE_SHARE = 0.5  # of the bandwidth, or of the FLOP/s where there are rows enough
 LAYER_SECONDS = 3e-5  # at least, for one layer of one pass, however small: launching its kernels
-# On a CPU, XLA's own temporary arrays were 1.0 to 1.5 times the plan's in the update and the rollout,
+# On a CPU, XLA's own temporary arrays were 1.0 to 1.5 times the plan's in update and rollout,
 # and up to 2.1 times in the log-probs, which are never the peak (tests/test_plan.py).
 ROOM = 1.5  # what a plan's temporary arrays are multiplied by before they have to fit
 USABLE = 0.92  # share of the memory that a program can have
