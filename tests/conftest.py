@@ -2,11 +2,19 @@
 
 import os
 from collections.abc import Iterator
+from importlib.metadata import version
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # before anything imports jax
-# Programs here are tiny and run a few times: optimising their machine code costs twice what all
-# else does.
-os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
+# Programs here are tiny and run a few times: making fast machine code of them costs several times
+# what all else does. So without optimisation, by the old emitters (these compile in half the time)
+# and each program in one piece. `XLA_FLAGS= pytest` has them as they are elsewhere.
+# (XLA ends the process at a flag that it does not know, and later versions may forget these two.)
+os.environ.setdefault(
+    "XLA_FLAGS",
+    "--xla_backend_optimization_level=0"
+    + " --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
+    * version("jaxlib").startswith("0.10."),
+)
 
 import jax
 import pytest

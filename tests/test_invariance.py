@@ -228,7 +228,7 @@ def main():
 
 
 def test_rows_spread_over_devices_make_no_difference():
-    flags = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
+    flags = f"--xla_force_host_platform_device_count=8 {os.environ['XLA_FLAGS']}"
     done = subprocess.run(
         [sys.executable, "-m", "tests.test_invariance"],
         env=os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},

@@ -1,6 +1,6 @@
 """The loss: masks, micro-batches, sums, identities (public cases K7, K9, K17)."""
 
-from functools import partial
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -38,7 +38,7 @@ def x64():
         yield
 
 
-def run(algorithm, batch, weight=None):
+def evaluated(algorithm, batch, weight=None):
     """Loss, sums, and d loss / d logp; the weight is that of the batch unless one is given."""
     batch = dict(batch)
     group, logp = batch.pop("group"), batch.pop("logp")
@@ -50,6 +50,16 @@ def run(algorithm, batch, weight=None):
 
     (loss, sums), gradient = jax.value_and_grad(f, has_aux=True)(logp)
     return loss, sums, gradient
+
+
+@cache
+def program(algorithm):
+    return jax.jit(partial(evaluated, algorithm))
+
+
+def run(algorithm, batch, weight=None):
+    """`evaluated`, compiled once for an algorithm and the batch's shapes."""
+    return program(algorithm)(batch, weight)
 
 
 def tiny(logp, mask, advantage):
@@ -120,16 +130,22 @@ def test_rubbish_behind_the_mask_reaches_nothing(algorithm):
     clean = make_batch()
     mask = clean["mask"]
     expected = run(algorithm, clean)
-    rubbish = jnp.resize(jnp.array([jnp.nan, jnp.inf, -jnp.inf, jnp.nan, 1e30]), mask.shape)
+    rubbish = np.resize([np.nan, np.inf, -np.inf, np.nan, 1e30], mask.shape)
     batch = dict(clean)
     names = ("logp", "old_logp", "sampler_logp", "ref_logp", "entropy", "exact_kl")
     for shift, name in enumerate(names):
-        batch[name] = jnp.where(mask, batch[name], jnp.roll(rubbish, shift))
+        batch[name] = jnp.where(mask, batch[name], np.roll(rubbish, shift))
     batch["advantage"] = jnp.where(mask.any(1), batch["advantage"], jnp.nan)
     jax.tree.map(np.testing.assert_array_equal, run(algorithm, batch), expected)
 
-    by_token = jnp.where(mask, clean["advantage"][:, None], rubbish)
-    loss, _, gradient = run(algorithm, {**batch, "advantage": by_token})
+
+@pytest.mark.parametrize("algorithm", TOGETHER.values(), ids=TOGETHER)
+def test_an_advantage_of_each_token_is_one_of_the_row_with_rubbish_behind_the_mask(algorithm):
+    clean = make_batch()
+    rubbish = np.resize([np.nan, np.inf, -np.inf, np.nan, 1e30], clean["mask"].shape)
+    by_token = jnp.where(clean["mask"], clean["advantage"][:, None], rubbish)
+    loss, _, gradient = run(algorithm, {**clean, "advantage": by_token})
+    expected = run(algorithm, clean)
     np.testing.assert_allclose(loss, expected[0], rtol=1e-6)
     np.testing.assert_allclose(gradient, expected[2], rtol=1e-6)
 
@@ -150,11 +166,9 @@ def test_a_users_rule_that_forgets_the_mask_sees_no_rubbish_either():
 def test_padding_changes_nothing(algorithm):
     batch = make_batch()
     padded = {name: jnp.pad(x, ((0, 0), (0, 3))) if x.ndim == 2 else x for name, x in batch.items()}
-    for a, b in zip(run(algorithm, batch)[:2], run(algorithm, padded)[:2], strict=True):
-        jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-7), a, b)
-    np.testing.assert_allclose(
-        run(algorithm, padded)[2], jnp.pad(run(algorithm, batch)[2], ((0, 0), (0, 3))), rtol=1e-6
-    )
+    narrow, wide = run(algorithm, batch), run(algorithm, padded)
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-7), narrow[:2], wide[:2])
+    np.testing.assert_allclose(wide[2], np.pad(narrow[2], ((0, 0), (0, 3))), rtol=1e-6)
 
 
 @pytest.mark.parametrize("algorithm", ANY_ORDER.values(), ids=ANY_ORDER)
@@ -177,7 +191,7 @@ def test_losses_gradients_and_sums_add_up_over_any_micro_batches(algorithm):
     loss, sums, gradient = run(algorithm, batch, weight)
     for size in (1, 4):  # tests/test_invariance.py has more, through the learner
         parts = [
-            run(algorithm, rows_of(batch, at), weight[at])
+            run(algorithm, rows_of(batch, at), jnp.asarray(np.asarray(weight)[at]))
             for at in (slice(i, i + size) for i in range(0, len(weight), size))
         ]
         np.testing.assert_allclose(sum(p[0] for p in parts), loss, rtol=1e-12)
@@ -227,7 +241,7 @@ def test_only_what_the_policy_says_has_a_gradient():
             algorithm = make_algorithm(**axes)
             return policy_loss(algorithm, logp, mask=mask, weight=weight, key=key, **given)[0]
 
-        gradients = jax.grad(loss)(batch)
+        gradients = jax.jit(jax.grad(loss))(batch)
         return {name for name, x in gradients.items() if (x != 0).any()}
 
     assert moving(kl=KL["k3"]) == set()
@@ -328,7 +342,7 @@ def test_constants_may_be_swept_in_one_jit():
             clip=partial(clip.bounded, low=low, high=high),
             aggregation=partial(aggregation.constant, length=length),
         )
-        return run(algorithm, batch)[0]
+        return evaluated(algorithm, batch)[0]
 
     knobs = jnp.array([[0.2, 0.2, 16.0], [0.2, 0.28, 16.0], [0.1, 0.2, 8.0]])
     swept = jax.jit(jax.vmap(loss))(*knobs.T)

@@ -1,6 +1,7 @@
 """No knob does nothing: each constant of each axis changes the result, each setting is read."""
 
 import ast
+from copy import deepcopy
 from dataclasses import fields, is_dataclass
 from functools import cache, reduce
 from pathlib import Path
@@ -67,8 +68,10 @@ def constants(node, path=()):
 
 @cache
 def base():
-    """The default algorithm, with a budget that some answers of the batch reach."""
-    return OmegaConf.to_container(composed("algorithm=grpo", "rollout.max_completion_length=12"))
+    """The default algorithm, with a budget that some answers of the batch reach; and the two
+    sections that constants refer to."""
+    whole = composed("algorithm=grpo", "rollout.max_completion_length=12")
+    return {name: OmegaConf.to_container(whole[name]) for name in (*AXES, "rollout", "train")}
 
 
 @cache
@@ -101,9 +104,10 @@ def outcome_of(axis, value):
 
 
 def changed(config, axis, leaf, value):
-    config = OmegaConf.create(config)
-    OmegaConf.update(config, ".".join((axis, *leaf)), value)
-    return OmegaConf.to_container(config)
+    config = deepcopy(config)
+    *path, last = axis, *leaf
+    reduce(dict.__getitem__, path, config)[last] = value
+    return config
 
 
 def alternatives(value):
