@@ -21,11 +21,13 @@ from pathlib import Path
 import jax
 
 from grpo_jax import recording, replay_report, variants
+from grpo_jax.assemble import load_base
 from grpo_jax.check import ConfigError
 from grpo_jax.models import llama
 from grpo_jax.policy import PolicySettings
 from grpo_jax.recording import RecordingError
 from grpo_jax.replay import ReplayError, refuse, replay
+from grpo_jax.types import TrainingError
 
 
 def prepare_process(cache: Path) -> None:
@@ -35,7 +37,7 @@ def prepare_process(cache: Path) -> None:
 
 
 def run(path: Path, step: int | None, at: str, out: Path | None, specs: Sequence[str]) -> None:
-    """Do it all. ConfigError, RecordingError and ReplayError have a message for the user."""
+    """Do it all. The errors that `main` catches have a message for the user."""
     began = time.perf_counter()
     folder = recording.find(path, step)
     recorded = recording.load(folder)
@@ -47,16 +49,23 @@ def run(path: Path, step: int | None, at: str, out: Path | None, specs: Sequence
     for note in notes:
         print(f"note: {note}")
     prepare_process(own.cache)
+    base = load_base(own, recorded.moment.base) if own.lora.active else None
     result = replay(
         recorded,
         objectives,
-        llama.build(recorded.shape, dtype=own.model.dtype, remat=own.model.remat),
+        llama.build(
+            recorded.shape,
+            dtype=own.model.dtype,
+            remat=own.model.remat,
+            lora_scale=own.lora.scale,
+        ),
         PolicySettings(
             temperature=own.rollout.temperature,
             micro_batch_rows=own.train.micro_batch_rows,
             vocab_chunk=own.train.vocab_chunk,
         ),
         at,
+        base,
     )
     text = replay_report.tables(result)
     figure = out / "heatmap.png"
@@ -88,7 +97,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.path.append(os.getcwd())  # where a user's own rules are; last: it hides no package
     try:
         run(options.path, options.step, options.at, options.out, words[split + 1 :])
-    except (ConfigError, RecordingError, ReplayError) as error:
+    except (ConfigError, RecordingError, ReplayError, TrainingError) as error:
         print(f"replay: {error}", file=sys.stderr)
         return 2
     return 0

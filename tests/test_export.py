@@ -13,7 +13,7 @@ import pytest
 from grpo_jax import assemble, checkpoint, tokenizer
 from grpo_jax.config import compose, make_run
 from grpo_jax.folder import claim
-from grpo_jax.models import hf
+from grpo_jax.models import hf, lora
 from grpo_jax.policy import whole
 from grpo_jax.types import TrainState
 from tests.fixtures import assert_trees_equal
@@ -74,17 +74,27 @@ def some_tokens():
 # ------------------------------------------------------------------------------- what is written
 
 
+def load(out, folder):
+    """(model, parameters) of `model=pretrained model.path=OUT`."""
+    config = compose("model=pretrained", f"model.path={out}", "warmstart=none")
+    run = make_run(config, folder)
+    return assemble.load_model(run, None, assemble.load_tokenizer(run.model), 0)
+
+
 def test_the_folder_is_the_policy_for_a_run_of_this_project(adapted, tmp_path):
     _, model, base, trained, out = adapted
-    config = compose("model=pretrained", f"model.path={out}", "warmstart=none")
-    again = make_run(config, tmp_path / "run")
-    words = assemble.load_tokenizer(again.model)
-    other, params = assemble.load_model(again, None, words, 0)
+    other, params = load(out, tmp_path / "run")
     assert other.config == model.config
-    want = logits(model, whole(base, trained[2]), some_tokens())
-    np.testing.assert_allclose(logits(other, params, some_tokens()), want, atol=1e-5)
+    assert_trees_equal(params, lora.merge(model.config, whole(base, trained[2]), 6 / 2))
     moved = jax.tree.map(lambda a, b: np.abs(a - b).max(), params, base)
     assert moved["layers"]["attention"]["qkv"] > 0.1 and moved["embed"]["embedding"] == 0
+
+
+@pytest.mark.slow
+def test_the_merged_model_computes_what_the_adapted_one_did(adapted, tmp_path):
+    _, model, base, trained, out = adapted
+    want = logits(model, whole(base, trained[2]), some_tokens())
+    np.testing.assert_allclose(logits(*load(out, tmp_path), some_tokens()), want, atol=1e-5)
 
 
 def test_its_tokenizer_prompts_as_the_runs_did(adapted):
