@@ -15,6 +15,7 @@ length alone; `threshold` makes a right or wrong of it.
 import warnings
 from collections.abc import Callable, Mapping
 from functools import lru_cache
+from importlib import import_module
 from importlib.metadata import version
 from types import ModuleType
 from typing import Any
@@ -83,7 +84,7 @@ def library() -> ModuleType:
     try:
         with warnings.catch_warnings():  # a dependency's source has a SyntaxWarning
             warnings.simplefilter("ignore", SyntaxWarning)
-            import reasoning_gym
+            package = import_module("reasoning_gym")
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
             f"the task reasoning_gym needs a package that is an extra ({error}): "
@@ -95,4 +96,4 @@ def library() -> ModuleType:
             f"reasoning-gym {installed} is installed, but its scorers were checked in {VERSION}: "
             f"pip install reasoning-gym=={VERSION}"
         )
-    return reasoning_gym
+    return package
