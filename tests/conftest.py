@@ -24,6 +24,15 @@ from jaxtyping import install_import_hook
 # Outside the tests the annotations cost nothing.
 install_import_hook(["grpo_jax.kernels", "grpo_jax.loss"], "beartype.beartype")
 
+
+@pytest.fixture(scope="module", autouse=True)
+def forgotten() -> Iterator[None]:
+    """After each file its programs go. jax keeps 2 MB for each one, which came to 4 GB, and makes
+    the next the slower the more it has kept."""
+    yield
+    jax.clear_caches()
+
+
 BACKEND_COMPILE = "/jax/core/compile/backend_compile_duration"
 
 
