@@ -85,7 +85,10 @@ def decode_all(model, params, prompt, prompt_mask, completion):
     return jnp.stack(states, 1)
 
 
-@pytest.mark.parametrize(("kind", "unrolled"), [("tied", True), ("qwen2", False), ("qwen3", True)])
+@pytest.mark.parametrize(
+    ("kind", "unrolled"),
+    [("tied", True), ("llama3", False), ("qwen2", False), ("qwen3", True)],
+)
 def test_cached_decode_equals_the_full_forward(kind, unrolled, monkeypatch):
     monkeypatch.setattr(llama, "UNROLL_LAYERS", 8 if unrolled else 0)
     model, params, _ = load(kind)
