@@ -25,6 +25,8 @@ REFUSED = {
     "~clip.low": "clip.low is missing",
     "~train.steps": "train.steps is missing",
     "train=null": "train: expected a section",
+    "+model.chat_arguments.a=1": "the character tokenizer's template takes none",
+    "model.chat_arguments=1": "model.chat_arguments=1 should be a mapping",
     "clip.low=abc": "clip.low='abc' should be a number",
     "clip.low=true": "clip.low=True should be a number",
     "clip.low=null": "clip.low=None should be a number",

@@ -93,11 +93,11 @@ class Bench:
         ids = [prompt_ids(prompt, self.tokenizer) for prompt in task.heldout]
         ends = {*self.tokenizer.eos_ids, *self.tokenizer.stop_ids(task.stop_strings)}
         for mode, (each, params) in self.settings.modes.items():
-            todo = [problem for problem in range(len(ids)) if (mode, problem) not in done]
+            pending = [problem for problem in range(len(ids)) if (mode, problem) not in done]
             lengths = [len(prompt) for prompt in ids]
             # the next batch is under way while this one's answers are read and scored
             waiting: Callable[[], dict[str, Any]] | None = None
-            for batch in batches(lengths, todo, each, self.settings.batch_rows):
+            for batch in batches(lengths, pending, each, self.settings.batch_rows):
                 sampler = self._sampler(batch.width, tuple(sorted(ends)))
                 filled = [*batch.problems, *[batch.problems[0]] * batch.prompts][: batch.prompts]
                 rollout = sampler.sample(
@@ -117,17 +117,17 @@ class Bench:
         return self._samplers[width, ends]
 
 
-def batches(lengths: Sequence[int], todo: Sequence[int], each: int, rows: int) -> list[Batch]:
-    """Cut `each` samples of the problems `todo` into batches of at most `rows` rows.
+def batches(lengths: Sequence[int], pending: Sequence[int], each: int, rows: int) -> list[Batch]:
+    """Cut `each` samples of the problems `pending` into batches of at most `rows` rows.
 
-    `lengths`: tokens of every problem's prompt, those of `todo` and others, so that a resumed
+    `lengths`: tokens of every problem's prompt, those of `pending` and others, so that a resumed
     evaluation has the shapes of the one that was killed. Longest prompts come first: what doesn't
     fit into memory fails at once.
     """
     passes = -(-each // rows)  # a problem's samples may not fit into one batch
     group = -(-each // passes)
     prompts = min(max(rows // group, 1), len(lengths))
-    order = sorted(todo, key=lambda problem: (-lengths[problem], problem))
+    order = sorted(pending, key=lambda problem: (-lengths[problem], problem))
     cut = [order[start : start + prompts] for start in range(0, len(order), prompts)]
     widest = -(-max(lengths) // 16) * 16
     widths = [_width(lengths[problems[0]], widest) for problems in cut]

@@ -131,13 +131,13 @@ class Workers:
         deadline: float,
     ) -> bool:
         """Fill `results` until all are there (True) or the deadline has come (False)."""
-        todo = deque(range(len(items)))
+        pending = deque(range(len(items)))
         running: dict[Future, int] = {}
         tries = [0] * len(items)
-        while todo or running:
+        while pending or running:
             # No more than one waits for each worker: what is queued can't be taken back
-            while todo and len(running) < 2 * self.limits.processes:
-                number = todo.popleft()
+            while pending and len(running) < 2 * self.limits.processes:
+                number = pending.popleft()
                 running[self._submit(function, items[number])] = number
             done, _ = wait(running, max(deadline - time.monotonic(), 0), FIRST_COMPLETED)
             if not done:
@@ -152,7 +152,7 @@ class Workers:
                 broken = True  # a worker died between two items: the pool ends with all it held
                 tries[number] += 1
                 if tries[number] < 3:
-                    todo.append(number)
+                    pending.append(number)
                 else:
                     results[number] = Failure("the worker died", kind="crash")
             if broken:

@@ -8,7 +8,7 @@ format instead (`prompts.STYLES["xml"]`), which small models have to learn first
 from itertools import product
 
 from grpo_jax.tasks.base import Prompt, Shuffled, Task
-from grpo_jax.tasks.prompts import STYLES, Problem, make_prompt
+from grpo_jax.tasks.prompts import STYLES, Problem, make_prompt, right_completion
 
 _SOLVED = ((2, 3), (4, 1), (7, 2))
 
@@ -43,6 +43,7 @@ def addition(style: str = "raw", shots: int = 3) -> Task:
         stop_strings=("\n",) if raw else (),
         chance=1 / 19 if raw else None,
         exact_text=exact_text if raw else None,
+        right=None if raw else _right,
     )
 
 
@@ -64,6 +65,10 @@ def _chat_prompt(a: int, b: int, shots: int) -> Prompt:
 def _problem(a: int, b: int) -> Problem:
     total = str(a + b)
     return Problem(f"What is {a}+{b}?", total, f"{a} + {b} = {total}", level=_level(a, b))
+
+
+def _right(prompt: Prompt) -> str:
+    return right_completion(prompt.answer, STYLES["xml"])
 
 
 def _level(a: int, b: int) -> str:
