@@ -52,6 +52,7 @@ class TrainSettings:
     minibatches: int  # optimizer steps in one pass
     micro_batch_rows: int  # rows in one forward and backward pass, at most
     vocab_chunk: int  # vocabulary entries whose logits exist at one time
+    share_prompts: bool  # compute a group's prompt once in a micro-batch, not once a row
     max_nonfinite: int  # optimizer steps in a row with a NaN or inf, after which the run stops
 
     @property
@@ -129,6 +130,7 @@ def assemble(run: Run) -> Work:
         temperature=run.rollout.temperature,
         micro_batch_rows=run.train.micro_batch_rows,
         vocab_chunk=run.train.vocab_chunk,
+        share_prompts=run.train.share_prompts,
     )
     schedule = make_schedule(run.optim, run.train.steps * run.train.updates_per_rollout)
     optimizer = make_optimizer(run.optim, schedule)
@@ -158,7 +160,7 @@ def assemble(run: Run) -> Work:
             **common,
         ),
         evaluator=Evaluator(settings=run.eval, rollout=run.rollout, probe_sampler=probe, **common),
-        update=make_update(run.algorithm, model, optimizer, policy),
+        update=make_update(run.algorithm, model, optimizer, policy, run.rollout.group_size),
         base=base,
         reference=fixed,
         schedule=schedule,

@@ -137,7 +137,7 @@ def generate(
     head, ends = model.head(params), jnp.asarray(eos_ids, jnp.int32)
     hidden, prompt_cache = model.prefill(params, prompt, prompt_mask)
     start = jnp.repeat(prompt_mask.sum(-1), group)
-    layers = model.unstack(params)
+    layers, slots = model.unstack(params), jnp.arange(T)
 
     def draw(hidden, t):
         logits = jnp.einsum(
@@ -155,7 +155,10 @@ def generate(
 
     def body(carry):
         t, token, done, length, tokens, logps, cache = carry
-        hidden, cache = model.decode(layers, token, start + t, prompt_cache, prompt_mask, cache, t)
+        visible = (slots <= t)[None]
+        hidden, cache = model.decode(
+            layers, token, start + t, prompt_cache, prompt_mask, cache, t, visible
+        )
         token, logp = draw(hidden, t + 1)
         tokens, logps = tokens.at[t + 1].set(token), logps.at[t + 1].set(logp)
         length = length + ~done

@@ -29,20 +29,22 @@ def make_update(
     model: Model,
     optimizer: optax.GradientTransformation,
     settings: PolicySettings,
+    group: int = 1,
 ) -> Callable[..., tuple[TrainState, dict[str, Array]]]:
     """Jitted (state, batch, rows, entropy_coef=None, reference=None, base=None) -> (state,
     metrics): one optimizer step on those rows.
 
-    `rows` i32[b] index the batch. `entropy_coef` is the bonus's at this step (None: the
-    algorithm's). `reference` holds the reference's parameters, for a KL that needs its
-    distributions (`kl=exact`) and where the state itself has none. `base` holds the frozen
-    parameters where the state's are adapters beside them (LoRA): no gradient, never donated.
+    `rows` i32[b] index the batch, `group` of one prompt after the other (1: of any).
+    `entropy_coef` is the bonus's at this step (None: the algorithm's). `reference` holds the
+    reference's parameters, for a KL that needs its distributions (`kl=exact`) and where the state
+    itself has none. `base` holds the frozen parameters where the state's are adapters beside them
+    (LoRA): no gradient, never donated.
 
     `state` is donated. A step whose loss or gradient is not finite leaves parameters and optimizer
     as they were and says so in metrics["nonfinite"]; so does one with no token to learn from
     (metrics["empty"]), since Adam would move on momentum alone.
     """
-    gradient = make_gradient(algorithm, model, settings)
+    gradient = make_gradient(algorithm, model, settings, group)
 
     @partial(jax.jit, donate_argnums=0)
     def update(state: TrainState, batch: Batch, rows, entropy_coef=None, reference=None, base=None):
@@ -65,14 +67,18 @@ def make_update(
     return update
 
 
-def make_gradient(algorithm: Algorithm, model: Model, settings: PolicySettings) -> Callable:
+def make_gradient(
+    algorithm: Algorithm, model: Model, settings: PolicySettings, group: int = 1
+) -> Callable:
     """(trainable, batch, entropy_coef, reference, key, base=None) -> (loss, sums of `policy_loss`,
-    gradient in `trainable`) of a whole minibatch, computed a micro-batch at a time; not jitted."""
+    gradient in `trainable`) of a whole minibatch, computed a micro-batch at a time; not jitted.
+    `group` as in `token_stats`."""
 
     def forward(base, reference, trainable: Params, rollout) -> TokenStats:
         exact = algorithm.kl.exact and algorithm.kl.where == "loss"
         params = whole(base, trainable)
-        return token_stats(model, settings, params, rollout, reference if exact else None)
+        reference = reference if exact else None
+        return token_stats(model, settings, params, rollout, reference, group)
 
     def gradient(trainable: Params, batch: Batch, entropy_coef, reference, key, base=None):
         mask = batch.rollout.mask & batch.keep[:, None]

@@ -1,6 +1,7 @@
 """The policy's parameters, and its log-probs of a rollout, by a full forward pass, a micro-batch at
 a time."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -23,6 +24,7 @@ class PolicySettings:
     temperature: float
     micro_batch_rows: int  # rows in one forward and backward pass, at most
     vocab_chunk: int  # vocabulary entries whose logits exist at one time
+    share_prompts: bool = True  # compute a prompt once for the rows of its group in a micro-batch
 
 
 @jax.tree_util.register_dataclass
@@ -46,30 +48,40 @@ def token_stats(
     params: Params,
     rollout: Rollout,
     reference: Params | None = None,
+    group: int = 1,
 ) -> TokenStats:
-    """By a full forward pass; one more for the reference, if there is one."""
+    """By a full forward pass; one more for the reference, if there is one.
+
+    Each `group` consecutive rows, counted from a multiple of it, have one and the same prompt; 1
+    promises nothing.
+    """
     B, T = rollout.completion.shape
     temperature, chunk = settings.temperature, settings.vocab_chunk
-    hidden, head = _last_layer(model, params, rollout)
+    shared = math.gcd(B, group) if settings.share_prompts else 1
+    hidden, head = _last_layer(model, params, rollout, shared)
     logp, entropy = token_logprobs(
         hidden, head, rollout.completion.reshape(B * T), temperature=temperature, chunk=chunk
     )
     kl = None
     if reference is not None:
-        other = lax.stop_gradient(_last_layer(model, reference, rollout))
+        other = lax.stop_gradient(_last_layer(model, reference, rollout, shared))
         kl = token_kl(hidden, head, *other, temperature=temperature, chunk=chunk).reshape(B, T)
     return TokenStats(logp.reshape(B, T), entropy.reshape(B, T), kl)
 
 
 def _last_layer(
-    model: Model, params: Params, rollout: Rollout
+    model: Model, params: Params, rollout: Rollout, shared: int
 ) -> tuple[Float[Array, "BT D"], Float[Array, "V D"]]:
-    """The hidden state that each completion token was drawn from, and the head."""
+    """The hidden state that each completion token is drawn from, and the head."""
     B, T = rollout.completion.shape
-    tokens = jnp.concatenate([rollout.prompt, rollout.completion], 1)
-    mask = jnp.concatenate([rollout.prompt_mask, rollout.mask], 1)
-    hidden = model.hidden(params, tokens, mask)[:, -T - 1 : -1].reshape(B * T, -1)
-    return hidden, model.head(params).astype(hidden.dtype)
+    if shared > 1:
+        prompt, mask = rollout.prompt[::shared], rollout.prompt_mask[::shared]
+        hidden = model.answers(params, prompt, mask, rollout.completion)
+    else:
+        tokens = jnp.concatenate([rollout.prompt, rollout.completion], 1)
+        mask = jnp.concatenate([rollout.prompt_mask, rollout.mask], 1)
+        hidden = model.hidden(params, tokens, mask)[:, -T - 1 : -1]
+    return hidden.reshape(B * T, -1), model.head(params).astype(hidden.dtype)
 
 
 def sequence_logprobs(
@@ -81,22 +93,25 @@ def sequence_logprobs(
 
 
 def make_logprobs(model: Model, settings: PolicySettings) -> Callable:
-    """Jitted (params, rollout) -> (logp [B,T], entropy [B,T]), a micro-batch at a time."""
+    """Jitted (params, rollout, group=1) -> (logp [B,T], entropy [B,T]), a micro-batch at a time;
+    `group` as in `token_stats`."""
 
-    @jax.jit
-    def logprobs(params: Params, rollout: Rollout):
-        stats = stats_by_parts(partial(token_stats, model, settings, params), settings, rollout)
+    @partial(jax.jit, static_argnums=2)
+    def logprobs(params: Params, rollout: Rollout, group: int = 1):
+        forward = partial(token_stats, model, settings, params, group=group)
+        stats = stats_by_parts(forward, settings, rollout)
         return stats.logp, stats.entropy
 
     return logprobs
 
 
 def make_exact_kl(model: Model, settings: PolicySettings) -> Callable:
-    """Jitted (params, reference, rollout) -> full-vocabulary KL(policy || reference) [B,T]."""
+    """Jitted (params, reference, rollout, group=1) -> full-vocabulary KL(policy || reference)
+    [B,T]; `group` as in `token_stats`."""
 
-    @jax.jit
-    def exact_kl(params: Params, reference: Params, rollout: Rollout):
-        forward = partial(token_stats, model, settings, params, reference=reference)
+    @partial(jax.jit, static_argnums=3)
+    def exact_kl(params: Params, reference: Params, rollout: Rollout, group: int = 1):
+        forward = partial(token_stats, model, settings, params, reference=reference, group=group)
         return stats_by_parts(forward, settings, rollout).exact_kl
 
     return exact_kl

@@ -166,15 +166,16 @@ class Collector:
     ):
         """Shaping -> KL in reward -> combine (baseline, scale): (Batch, entropy, that KL)."""
         kl, rollout = self.algorithm.kl, jax.tree.map(jnp.asarray, answers.rollout)
-        now_logp, entropy = self.logprobs(params, rollout)
+        group = answers.group_size
+        now_logp, entropy = self.logprobs(params, rollout, group)
         # a group that waited was sampled by an earlier policy, which alone knows how likely it was
         fresh = (rollout.version == step)[:, None]
         old_logp = jnp.where(fresh, now_logp, rollout.sampler_logp)
         ref_logp, penalty, extra = None, None, {}
         if kl.active:
-            ref_logp, _ = self.logprobs(reference, rollout)
+            ref_logp, _ = self.logprobs(reference, rollout, group)
             if kl.where == "reward":
-                exact = self.exact_kl(params, reference, rollout) if kl.exact else None
+                exact = self.exact_kl(params, reference, rollout, group) if kl.exact else None
                 kl_now = kl(old_logp, ref_logp, log_ratio=jnp.zeros_like(old_logp), exact=exact)
                 per_token = jnp.where(rollout.mask, kl_now, 0.0)
                 penalty = kl.coef * per_token.sum(-1).reshape(len(answers), -1)

@@ -48,9 +48,15 @@ def bigram(dtype: str = "float32") -> llama.Model:
         config=None,
         init=lambda key: table(jax.random.normal(key, (VOCAB, VOCAB))),
         hidden=lambda params, tokens, mask: embed(params, tokens),
+        answers=lambda params, prompt, mask, completion: embed(
+            params,
+            jnp.concatenate(
+                [prompt[:, -1:].repeat(len(completion) // len(prompt), 0), completion[:, :-1]], 1
+            ),
+        ),
         prefill=lambda params, tokens, mask: (embed(params, tokens[:, -1]), ()),
         unstack=lambda params: params,
-        decode=lambda params, token, position, prompt_cache, prompt_mask, cache, t: (
+        decode=lambda params, token, position, prompts, mask, cache, column, visible: (
             embed(params, token),
             cache,
         ),
@@ -197,13 +203,13 @@ class Scripted:
         return Rollout(**{**vars(rollout), **fields})
 
 
-def constant_logprobs(params, rollout):
+def constant_logprobs(params, rollout, group=1):
     """Stands in for the log-prob pass: every token has `params["logp"]`, every entropy is 2."""
     shape = rollout.completion.shape
     return jnp.full(shape, params["logp"]), jnp.full(shape, 2.0)
 
 
-def constant_exact_kl(params, reference, rollout):
+def constant_exact_kl(params, reference, rollout, group=1):
     """Stands in for the pass of `kl=exact`: every KL is the difference of the numbers."""
     return jnp.full(rollout.completion.shape, params["logp"] - reference["logp"])
 

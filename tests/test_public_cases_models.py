@@ -18,7 +18,7 @@ from grpo_jax import tokenizer
 from grpo_jax.answers import scored
 from grpo_jax.generate import given_rollout
 from grpo_jax.kernels import masked
-from grpo_jax.models import hf, llama
+from grpo_jax.models import hf, rope
 from grpo_jax.models.config import Llama3Scaling, LlamaConfig
 from grpo_jax.models.hf_config import from_hf, to_hf
 from grpo_jax.rewards.combine import RewardPart
@@ -87,7 +87,7 @@ def test_t3_any_of_several_eos_ends_an_answer(bpe):
 def test_t4_positions_do_not_count_the_padding():
     """unslothai/unsloth#3795 and #4078, tloen/alpaca-lora#315, huggingface/transformers#22161."""
     mask = jnp.array([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]], bool)
-    assert llama.positions(mask).tolist() == [[0, 0, 0, 1, 2], [0, 1, 2, 3, 4]]
+    assert rope.positions(mask).tolist() == [[0, 0, 0, 1, 2], [0, 1, 2, 3, 4]]
     assert callable(of_the_model.test_a_padded_row_equals_the_row_alone)
 
 
@@ -95,8 +95,8 @@ def test_t5_llama3_rope_scaling():
     """meta-llama/llama-models#166, lablup/mlxcel#1355, felafax/felafax#59, unsloth#6197."""
     shape = LlamaConfig(8, 64, 1, 1, 1, head_dim=64, intermediate_size=8, rope_theta=5e5)
     scaling = Llama3Scaling(32.0, 1.0, 4.0, 8192)
-    scaled = llama.inverse_frequencies(LlamaConfig(**vars(shape) | {"rope_scaling": scaling}))
-    ratio = llama.inverse_frequencies(shape) / scaled
+    scaled = rope.inverse_frequencies(LlamaConfig(**vars(shape) | {"rope_scaling": scaling}))
+    ratio = rope.inverse_frequencies(shape) / scaled
     right = [1.0] * 15 + [1.65132925, 3.2922621, 9.66672898] + [32.0] * 14
     np.testing.assert_allclose(ratio, right, rtol=1e-5)
     found = scaled[jnp.array([14, 15, 31])]
@@ -116,7 +116,7 @@ def test_t6_rope_is_read_from_both_layouts():
 def test_t7_rope_pairs_a_channel_with_its_half():
     """huggingface/transformers#25199, maxtext#1774, maxtext#581, karpathy/llama2.c#286."""
     angle = jnp.array([1.0, 0.01])
-    got = llama.rotate(jnp.array([1.0, 2.0, 3.0, 4.0]), jnp.cos(angle), jnp.sin(angle))
+    got = rope.rotate(jnp.array([1.0, 2.0, 3.0, 4.0]), jnp.cos(angle), jnp.sin(angle))
     right = [-1.98411065, 1.95990067, 2.4623779, 4.01979967]
     wrong = [-1.14263966, 1.9220756, 2.95985067, 4.0297995]  # neighbours paired
     np.testing.assert_allclose(got, right, rtol=1e-6)

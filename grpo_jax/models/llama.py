@@ -21,18 +21,16 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int, Key
+from jaxtyping import Array, Float, Key
 
-from grpo_jax.models import lora
+from grpo_jax.models import decoding, lora
+from grpo_jax.models.attention import attend_answers, attend_rows
 from grpo_jax.models.config import LlamaConfig
 from grpo_jax.models.linear import dot
+from grpo_jax.models.rope import angles, positions, rotate
 from grpo_jax.types import Params
-
-MASKED = -1e30  # added to a score; finite, so that a row with no key at all stays finite
-UNROLL_LAYERS = 8  # decode loops over more layers than this instead of unrolling them
 
 
 @dataclass(frozen=True)
@@ -41,10 +39,16 @@ class Model:
 
     hidden(params, tokens i32[B,T], mask bool[B,T]) -> [B,T,D]: the normed last hidden state. Rows
         may be padded on either side; positions count the unmasked tokens before each.
+    answers(params, prompt i32[P,S], prompt_mask bool[P,S], completion i32[B,T]) -> [B,T,D]: the
+        normed state that each completion token is drawn from. B/P consecutive rows share a prompt,
+        which is computed once, gradient included. Prompts are left-padded, completions start at
+        slot 0. Equal to `hidden` of prompt and completion side by side, shifted by one.
     prefill(params, tokens i32[P,S], mask bool[P,S]) -> (hidden [P,D] of the last slot, cache)
-    decode(params, token i32[B], position i32[B], prompt cache, prompt_mask bool[P,S], cache, t)
-        -> (hidden [B,D], cache): token t of each completion; B/P rows share a prompt's cache.
-        Its parameters are `unstack(params)`, called once, outside the loop.
+    decode(params, token i32[B], position i32[B], prompt cache, prompt_mask bool[P,S], cache,
+        column, visible bool[#B,slots]) -> (hidden [B,D], cache): one more token of each completion,
+        written to the cache's slot `column`; `visible` says which slots a row sees (this one too).
+        B/P consecutive rows share a prompt's cache. Its parameters are `unstack(params)`, made
+        once, outside the loop.
     empty_cache(rows, slots) -> cache for `slots` completion tokens
     head(params) -> [V,D]: logits are `hidden @ head.T`
     """
@@ -52,6 +56,7 @@ class Model:
     config: LlamaConfig
     init: Callable[[Key[Array, ""]], Params]
     hidden: Callable[..., Float[Array, "B T D"]]
+    answers: Callable[..., Float[Array, "B T D"]]
     prefill: Callable
     unstack: Callable[[Params], Params]
     decode: Callable
@@ -69,10 +74,11 @@ def build(
         config=config,
         init=partial(init, config),
         hidden=partial(_hidden, config, block, compute, remat),
+        answers=partial(_answers, config, block, compute, remat),
         prefill=partial(_prefill, config, block, compute),
-        unstack=partial(_unstack, config),
-        decode=partial(_decode, config, block, compute),
-        empty_cache=partial(_empty_cache, config, compute),
+        unstack=partial(decoding.unstack, config),
+        decode=partial(decoding.decode, config, block, partial(_final_norm, config), compute),
+        empty_cache=partial(decoding.empty_cache, config, compute),
         head=partial(_head, config),
     )
 
@@ -198,69 +204,6 @@ def _block(config: LlamaConfig, lora_scale: float, layer: Params) -> Block:
     return _module(lambda: Block(config, nnx.Rngs(0), lora.ranks(layer), lora_scale), layer)
 
 
-# ------------------------------------------------------------------------------ RoPE, attention
-
-
-def inverse_frequencies(config: LlamaConfig) -> np.ndarray:
-    """[h/2] radians per position, float32; with Llama 3's scaling where the config has it."""
-    freq = config.rope_theta ** -(np.arange(0, config.head_dim, 2) / config.head_dim)
-    s = config.rope_scaling
-    if s is not None:
-        # long waves are slowed down by `factor`, short ones kept, the band between interpolated
-        turns = s.original_max_position * freq / (2 * np.pi)
-        smooth = (turns - s.low_freq_factor) / (s.high_freq_factor - s.low_freq_factor)
-        smooth = np.clip(smooth, 0.0, 1.0)
-        freq = freq * (smooth + (1.0 - smooth) / s.factor)
-    return freq.astype(np.float32)
-
-
-def _angles(config: LlamaConfig, position: Int[Array, "*b"]):
-    angle = position[..., None].astype(jnp.float32) * inverse_frequencies(config)
-    return jnp.cos(angle), jnp.sin(angle)
-
-
-def rotate(x: Float[Array, "*b h"], cos, sin) -> Float[Array, "*b h"]:
-    """RoPE in Hugging Face's layout: channel i is paired with i + h/2 (not with its neighbour)."""
-    a, b = jnp.split(x.astype(jnp.float32), 2, -1)
-    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1).astype(x.dtype)
-
-
-def positions(mask: Bool[Array, "B T"]) -> Int[Array, "B T"]:
-    """How many unmasked tokens stand before each slot; 0 in the padding on the left."""
-    return jnp.maximum(jnp.cumsum(mask, -1) - 1, 0)
-
-
-def _attend_full(bias, q, k, v):
-    """q [B,T,K,R,h], k and v [B,T,K,h], bias [B,1,1,T,T] -> [B,T,K,R,h]."""
-    score = jnp.einsum("btkrh,bskh->bkrts", q, k, preferred_element_type=jnp.float32) + bias
-    weight = jax.nn.softmax(score, -1).astype(v.dtype)
-    y = jnp.einsum("bkrts,bskh->btkrh", weight, v, preferred_element_type=jnp.float32)
-    return y.astype(q.dtype)
-
-
-def _attend_shared(prompt_kv, prompt_bias, kv, bias, q):
-    """One query a row over its prompt's keys (shared by the group) and its own: [B,K,R,h].
-
-    prompt_kv: two [P,K,S,h]; prompt_bias [P,1,1,S]; kv: [B,K,h,T] and [B,K,T,h]; bias [T];
-    q [B,K,R,h]. Own keys lie channel-first: a query that meets T of them is twice as fast on a CPU.
-    """
-    (pk, pv), (k, v) = prompt_kv, kv
-    P, K, S, h = pk.shape
-    B, _, R, _ = q.shape
-    G = B // P
-    grouped = q.reshape(P, G, K, R, h).transpose(0, 2, 1, 3, 4).reshape(P, K, G * R, h)
-    first = jnp.einsum("pkmh,pksh->pkms", grouped, pk, preferred_element_type=jnp.float32)
-    first = (first + prompt_bias).reshape(P, K, G, R, S).transpose(0, 2, 1, 3, 4)
-    second = jnp.einsum("bkrh,bkhs->bkrs", q, k, preferred_element_type=jnp.float32) + bias
-    score = jnp.concatenate([first.reshape(B, K, R, S), second], -1)
-    weight = jax.nn.softmax(score, -1).astype(q.dtype)
-    wp = weight[..., :S].reshape(P, G, K, R, S).transpose(0, 2, 1, 3, 4).reshape(P, K, G * R, S)
-    y = jnp.einsum("pkms,pksh->pkmh", wp, pv, preferred_element_type=jnp.float32)
-    y = y.reshape(P, K, G, R, h).transpose(0, 2, 1, 3, 4).reshape(B, K, R, h)
-    own = jnp.einsum("bkrs,bksh->bkrh", weight[..., S:], v, preferred_element_type=jnp.float32)
-    return (y + own).astype(q.dtype)
-
-
 # ---------------------------------------------------------------------------------- application
 
 
@@ -273,95 +216,59 @@ def _final_norm(config: LlamaConfig, params: Params, x):
     return _module(declare, params["norm"])(x)
 
 
-def _run(config, block, dtype, remat, params, tokens, mask, keep_kv):
-    """Every layer over a whole padded batch -> (x [B,T,D], stacked keys and values or None)."""
-    cos, sin = _angles(config, positions(mask))
-    T = tokens.shape[1]
-    visible = jnp.tril(jnp.ones((T, T), bool)) & mask[:, None, :]
-    bias = jnp.where(visible, 0.0, MASKED)[:, None, None]
+def _run(block, remat, params, x, angle, attend):
+    """Every layer over x [*b, D], the embedded tokens -> (x, what `attend` keeps, stacked).
 
-    def attend(q, k, v):
-        return _attend_full(bias, q, k, v), ((k, v) if keep_kv else None)
+    angle: (cos, sin) of each token's position. attend(q [*b,K,R,h], k, v [*b,K,h]) -> (heads
+    [*b,K,R,h], kept).
+    """
 
     def layer(x, weights):
-        return block(weights)(x, cos, sin, attend)
+        return block(weights)(x, *angle, attend)
 
-    x = params["embed"]["embedding"].astype(dtype)[tokens]
     return lax.scan(jax.checkpoint(layer) if remat else layer, x, params["layers"])
 
 
+def _embed(dtype, params, tokens):
+    return params["embed"]["embedding"].astype(dtype)[tokens]
+
+
 def _hidden(config, block, dtype, remat, params, tokens, mask):
-    x, _ = _run(config, block, dtype, remat, params, tokens, mask, keep_kv=False)
+    def attend(q, k, v):
+        return attend_rows(q, k, v, mask), None
+
+    angle = angles(config, positions(mask))
+    x, _ = _run(block, remat, params, _embed(dtype, params, tokens), angle, attend)
     return _final_norm(config, params, x)
 
 
+def _answers(config, block, dtype, remat, params, prompt, prompt_mask, completion):
+    (P, S), (B, T) = prompt.shape, completion.shape
+    split, place = P * S, positions(prompt_mask)
+    place = place, (place[:, -1:] + 1 + jnp.arange(T)).repeat(B // P, 0)
+
+    def flat(prompts, answers):
+        """One axis of tokens, so that each matmul is one."""
+        a, b = prompts, answers
+        return jnp.concatenate([a.reshape(split, *a.shape[2:]), b.reshape(B * T, *b.shape[2:])])
+
+    def attend(q, k, v):
+        first = [a[:split].reshape(P, S, *a.shape[1:]) for a in (q, k, v)]
+        then = [a[split:].reshape(B, T, *a.shape[1:]) for a in (q, k, v)]
+        prompts = attend_rows(*first, prompt_mask)
+        return flat(prompts, attend_answers(*then, *first[1:], prompt_mask)), None
+
+    x = _embed(dtype, params, flat(prompt, completion))
+    x, _ = _run(block, remat, params, x, angles(config, flat(*place)), attend)
+    last = x[:split].reshape(P, S, -1)[:, -1:].repeat(B // P, 0)  # what the first tokens come from
+    rest = x[split:].reshape(B, T, -1)[:, :-1]
+    return _final_norm(config, params, jnp.concatenate([last, rest], 1))
+
+
 def _prefill(config, block, dtype, params, tokens, mask):
-    x, (k, v) = _run(config, block, dtype, False, params, tokens, mask, keep_kv=True)
-    cache = (k.transpose(0, 1, 3, 2, 4), v.transpose(0, 1, 3, 2, 4))  # [L, P, K, S, h]
-    return _final_norm(config, params, x[:, -1]), _by_layer(config, cache)
+    def attend(q, k, v):
+        return attend_rows(q, k, v, mask), (k.swapaxes(1, 2), v.swapaxes(1, 2))  # [P, K, S, h]
 
-
-def _by_layer(config, stacked):
-    """A tuple of layers where decode unrolls them: sliced here, not at every token."""
-    if config.num_layers > UNROLL_LAYERS:
-        return stacked
-    return tuple(jax.tree.map(lambda a, i=i: a[i], stacked) for i in range(config.num_layers))
-
-
-def _unstack(config, params: Params) -> Params:
-    return params | {"layers": _by_layer(config, params["layers"])}
-
-
-def _empty_cache(config, dtype, rows: int, slots: int):
-    """Keys and values of the completions: one pair a layer when unrolled, else one stacked pair."""
-    L, head = config.num_layers, (rows, config.num_kv_heads)
-    keys, values = (*head, config.head_dim, slots), (*head, slots, config.head_dim)
-    if L <= UNROLL_LAYERS:
-        return tuple((jnp.zeros(keys, dtype), jnp.zeros(values, dtype)) for _ in range(L))
-    return jnp.zeros((L, *keys), dtype), jnp.zeros((L, *values), dtype)
-
-
-def _decode(config, block, dtype, params, token, position, prompt_cache, prompt_mask, cache, t):
-    cos, sin = _angles(config, position)
-    prompt_bias = jnp.where(prompt_mask, 0.0, MASKED)[:, None, None]
-    slots = jax.tree.leaves(cache)[0].shape[-1]
-    bias = jnp.where(jnp.arange(slots) <= t, 0.0, MASKED)
-    places = [(0, 0, 0, t), (0, 0, t, 0)]  # of a new key and a new value in the cache
-    x = params["embed"]["embedding"].astype(dtype)[token]
-
-    def layer(x, weights, prompt_kv, write):
-        def attend(q, k, v):
-            kv, kept = write((k[..., None], v[:, :, None]))
-            return _attend_shared(prompt_kv, prompt_bias, kv, bias, q), kept
-
-        return block(weights)(x, cos, sin, attend)
-
-    if config.num_layers <= UNROLL_LAYERS:
-        new = []
-        for weights, prompt_kv, pair in zip(params["layers"], prompt_cache, cache, strict=True):
-
-            def write(new, pair=pair):
-                kv = tuple(map(lax.dynamic_update_slice, pair, new, places))
-                return kv, kv
-
-            x, kv = layer(x, weights, prompt_kv, write)
-            new.append(kv)
-        return _final_norm(config, params, x), tuple(new)
-
-    def at(tree, index):
-        return jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, index, 0, keepdims=False), tree)
-
-    def body(index, carry):
-        # the stacked cache is carried and written in place: as a scan's xs/ys it would be copied
-        x, cache = carry
-
-        def write(new):
-            new = jax.tree.map(lambda a: a[None], new)
-            at_layer = [(index, *place) for place in places]
-            kept = tuple(map(lax.dynamic_update_slice, cache, new, at_layer))
-            return at(kept, index), kept
-
-        return layer(x, at(params["layers"], index), at(prompt_cache, index), write)
-
-    x, cache = lax.fori_loop(0, config.num_layers, body, (x, cache))
-    return _final_norm(config, params, x), cache
+    angle = angles(config, positions(mask))
+    x, cache = _run(block, False, params, _embed(dtype, params, tokens), angle, attend)
+    return _final_norm(config, params, x[:, -1]), decoding.by_layer(config, cache)

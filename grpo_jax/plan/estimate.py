@@ -192,17 +192,23 @@ class Programs:
     def settings(self) -> PolicySettings:
         train = self.run.train
         return PolicySettings(
-            self.run.rollout.temperature, train.micro_batch_rows, train.vocab_chunk
+            self.run.rollout.temperature,
+            train.micro_batch_rows,
+            train.vocab_chunk,
+            train.share_prompts,
         )
 
     def logprobs_cost(self) -> Cost:
         """Of one pass over the rollout."""
-        return cost(make_logprobs(self.model, self.settings), self._policy, self.batch.rollout)
+        logprobs, group = make_logprobs(self.model, self.settings), self.run.rollout.group_size
+        return cost(lambda p, r: logprobs(p, r, group), self._policy, self.batch.rollout)
 
     def update_cost(self) -> Cost:
         """Of one optimizer step."""
         run = self.run
-        update = make_update(run.algorithm, self.model, self._optimizer, self.settings)
+        update = make_update(
+            run.algorithm, self.model, self._optimizer, self.settings, run.rollout.group_size
+        )
         coef = _array(jnp.float32) if run.algorithm.entropy.active else None
         exact = run.algorithm.kl.exact and run.algorithm.kl.where == "loss"
         fixed = self.reference if self.base is None else self.base
@@ -217,9 +223,11 @@ class Programs:
             lambda a: _array(a.dtype, self.micro_rows, *a.shape[1:]), self.batch.rollout
         )
         model, settings = self._model(remat), self.settings
+        group = self.run.rollout.group_size
 
         def forward(trainable, base, rollout):
-            return token_stats(model, settings, whole(base, trainable), rollout).logp
+            params = whole(base, trainable)
+            return token_stats(model, settings, params, rollout, group=group).logp
 
         return kept_for_backward(forward, self.trainable, self.base, rollout)
 

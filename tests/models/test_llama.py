@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from grpo_jax.models import hf, llama
+from grpo_jax.models import decoding, hf, llama, rope
 from grpo_jax.models.config import Llama3Scaling, LlamaConfig
 
 DATA = Path(__file__).parents[1] / "data" / "llama"
@@ -79,7 +79,8 @@ def decode_all(model, params, prompt, prompt_mask, completion):
     for t in range(completion.shape[1]):
         token = completion[:, t]
         hidden, cache = step(
-            layers, token, position + t, prompt_cache, prompt_mask, cache, jnp.int32(t)
+            *(layers, token, position + t, prompt_cache, prompt_mask, cache),
+            *(jnp.int32(t), (jnp.arange(completion.shape[1]) <= t)[None]),
         )
         states.append(hidden)
     return jnp.stack(states, 1)
@@ -90,7 +91,7 @@ def decode_all(model, params, prompt, prompt_mask, completion):
     [("tied", True), ("llama3", False), ("qwen2", False), ("qwen3", True)],
 )
 def test_cached_decode_equals_the_full_forward(kind, unrolled, monkeypatch):
-    monkeypatch.setattr(llama, "UNROLL_LAYERS", 8 if unrolled else 0)
+    monkeypatch.setattr(decoding, "UNROLL_LAYERS", 8 if unrolled else 0)
     model, params, _ = load(kind)
     rng = np.random.default_rng(0)
     S, T, group = 6, 5, 2
@@ -153,8 +154,8 @@ def rope_config(**changes):
 
 def test_llama3_scaling_of_the_inverse_frequencies():
     scaling = Llama3Scaling(32.0, 1.0, 4.0, 8192)
-    plain = llama.inverse_frequencies(rope_config(rope_theta=5e5))
-    scaled = llama.inverse_frequencies(rope_config(rope_theta=5e5, rope_scaling=scaling))
+    plain = rope.inverse_frequencies(rope_config(rope_theta=5e5))
+    scaled = rope.inverse_frequencies(rope_config(rope_theta=5e5, rope_scaling=scaling))
     ratio = plain / scaled
     np.testing.assert_array_equal(ratio[:15], 1.0)
     np.testing.assert_allclose(ratio[15:18], [1.65132925, 3.2922621, 9.66672898], rtol=1e-5)
@@ -166,13 +167,13 @@ def test_llama3_scaling_of_the_inverse_frequencies():
 def test_rope_pairs_channel_i_with_its_half():
     # position 1, frequencies 1 and 0.01; pairing neighbours would give -1.14263966 first
     angle = jnp.array([1.0, 0.01])
-    got = llama.rotate(jnp.array([1.0, 2.0, 3.0, 4.0]), jnp.cos(angle), jnp.sin(angle))
+    got = rope.rotate(jnp.array([1.0, 2.0, 3.0, 4.0]), jnp.cos(angle), jnp.sin(angle))
     np.testing.assert_allclose(got, [-1.98411065, 1.95990067, 2.4623779, 4.01979967], rtol=1e-6)
 
 
 def test_positions_count_the_tokens_before():
     mask = jnp.array([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]], bool)
-    assert llama.positions(mask).tolist() == [[0, 0, 0, 1, 2], [0, 1, 2, 3, 4]]
+    assert rope.positions(mask).tolist() == [[0, 0, 0, 1, 2], [0, 1, 2, 3, 4]]
 
 
 @pytest.fixture(scope="module")

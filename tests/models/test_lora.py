@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from grpo_jax.models import llama, lora
+from grpo_jax.models import decoding, llama, lora
 from grpo_jax.models.config import Llama3Scaling, LlamaConfig
 from grpo_jax.models.lora import TARGETS, LoraSettings
 from tests.models.test_llama import decode_all
@@ -95,7 +95,7 @@ def test_adapters_equal_merged_weights(base, adapters):
 
 @pytest.mark.parametrize("unrolled", [True, False])
 def test_prefill_and_decode_apply_them_too(base, adapters, unrolled, monkeypatch):
-    monkeypatch.setattr(llama, "UNROLL_LAYERS", 8 if unrolled else 0)
+    monkeypatch.setattr(decoding, "UNROLL_LAYERS", 8 if unrolled else 0)
     model = llama.build(CONFIG, lora_scale=ALL.scale)
     joined = lora.join(base, adapters)
     # the last two tokens of TOKENS are taken as the completion
