@@ -3,8 +3,11 @@
 The loss needs two numbers a position, log p(target) and the entropy, but the logits they come from
 are by far the largest array of a step. The head is therefore read in vocabulary chunks and the
 softmax statistics are carried along (online softmax: Milakov and Gimelshein, arXiv:1805.02867, alg.
-3); the backward pass computes each chunk's logits again instead of keeping them.
+3). The backward pass computes each chunk's logits again instead of keeping them, and their gradient
+in one pass from what the forward left of a position: its log-normaliser and its entropy.
 """
+
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +28,8 @@ def token_logprobs(
 ) -> tuple[Float[Array, " N"], Float[Array, " N"]]:
     """Log-probability of `targets` and entropy (nats) under softmax(hidden @ head.T / temperature).
 
-    hidden [N, D] and head [V, D] are of any float dtype; products accumulate in float32. targets
+    hidden [N, D] and head [V, D] are of any float dtype, head is converted to hidden's a chunk at a
+    time; products accumulate in float32, and the head's gradient is rounded once. targets
     [N] are integers in [0, V). temperature (> 0, may be traced) divides the float32 logits, as in
     `sampling.sample`, so that both speak of the same distribution. chunk is the most vocabulary
     rows whose logits exist at one time: a few N x min(chunk, V) arrays, backward included.
@@ -36,18 +40,77 @@ def token_logprobs(
     time.
     """
     _check(temperature, chunk)
+    temperature = jnp.asarray(temperature, jnp.float32)
+    return _token_logprobs(hidden, head, targets, temperature, chunk)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _token_logprobs(hidden, head, targets, temperature, chunk):
+    return _logprobs_forward(hidden, head, targets, temperature, chunk)[0]
+
+
+def _logprobs_forward(hidden, head, targets, temperature, chunk):
     chunks, starts = _cut(head, chunk)
+
+    def logits_of(rows):
+        return _product("nd,vd->nv", hidden, rows.astype(hidden.dtype))
 
     def body(carry, chunk_and_start):
         rows, start = chunk_and_start
-        logits = jnp.einsum("nd,vd->nv", hidden, rows, preferred_element_type=jnp.float32)
-        return _absorb(carry, logits / temperature, targets - start, len(head) - start), None
+        scaled = logits_of(rows) / temperature
+        return _absorb(carry, scaled, targets - start, len(head) - start), None
 
     zeros = jnp.zeros(hidden.shape[0], jnp.float32)
     carry = (jnp.full_like(zeros, _LOWEST), zeros, zeros, zeros)
-    top, total, weighted, chosen = _fold(body, carry, (chunks, starts))
+    kept = None
+    if len(chunks) == 1:  # within the caller's own bound: keep the logits, don't multiply twice
+        kept = logits_of(head) / temperature
+        carry = _absorb(carry, kept, targets, len(head))
+    else:
+        carry, _ = lax.scan(body, carry, (chunks, starts))
+    top, total, weighted, chosen = carry
     log_total = jnp.log(total)
-    return chosen - top - log_total, log_total - weighted / total
+    entropy = log_total - weighted / total
+    saved = hidden, head, targets, temperature, top + log_total, entropy, kept
+    return (chosen - top - log_total, entropy), saved
+
+
+def _logprobs_backward(chunk, saved, gradient):
+    """Of logit z_j, with p its probability, t the target and H the entropy:
+    d log p_t = [j = t] - p_j and dH = -p_j (log p_j + H)."""
+    hidden, head, targets, temperature, log_normaliser, entropy, kept = saved
+    of_logp, of_entropy = (g[:, None] for g in gradient)
+    chunks, starts = _cut(head, chunk)
+
+    def of_chunk(rows, start, scaled):
+        column = jnp.arange(len(rows), dtype=jnp.int32)
+        logp = scaled - log_normaliser[:, None]
+        # padding is masked on the input of exp: neither value nor gradient sees it
+        p = jnp.exp(jnp.where(column < len(head) - start, logp, _LOWEST))
+        back = -p * (of_logp + of_entropy * (jnp.where(p > 0, logp, 0.0) + entropy[:, None]))
+        back = back + jnp.where(column == (targets - start)[:, None], of_logp, 0.0)
+        to_temperature = -jnp.sum(back * scaled) / temperature
+        back = (back / temperature).astype(hidden.dtype)
+        to_hidden = _product("nv,vd->nd", back, rows.astype(hidden.dtype))
+        to_head = _product("nv,nd->vd", back, hidden).astype(head.dtype)
+        return to_hidden, to_temperature, to_head
+
+    def body(total, chunk_and_start):
+        rows, start = chunk_and_start
+        scaled = _product("nd,vd->nv", hidden, rows.astype(hidden.dtype)) / temperature
+        *parts, to_head = of_chunk(rows, start, scaled)
+        return jax.tree.map(jnp.add, total, tuple(parts)), to_head
+
+    if kept is not None:
+        to_hidden, to_temperature, to_head = of_chunk(head, 0, kept)
+    else:
+        zero = jnp.zeros(hidden.shape, jnp.float32), jnp.float32(0)
+        (to_hidden, to_temperature), to_head = lax.scan(body, zero, (chunks, starts))
+        to_head = to_head.reshape(-1, head.shape[1])[: len(head)]
+    return to_hidden.astype(hidden.dtype), to_head, None, to_temperature
+
+
+_token_logprobs.defvjp(_logprobs_forward, _logprobs_backward)
 
 
 def token_kl(
@@ -80,8 +143,8 @@ def token_kl(
 
     def body(carry, chunk_and_start):
         rows, ref_rows, start = chunk_and_start
-        logits = jnp.einsum("nd,vd->nv", hidden, rows, preferred_element_type=jnp.float32)
-        ref = jnp.einsum("nd,vd->nv", ref_hidden, ref_rows, preferred_element_type=jnp.float32)
+        logits = _product("nd,vd->nv", hidden, rows.astype(hidden.dtype))
+        ref = _product("nd,vd->nv", ref_hidden, ref_rows.astype(ref_hidden.dtype))
         scaled = logits / temperature, ref / ref_temperature
         return _absorb_pair(carry, *scaled, len(head) - start), None
 
@@ -90,6 +153,10 @@ def token_kl(
     carry = (lowest, zeros, lowest, zeros, zeros)
     _, total, _, ref_total, weighted = _fold(body, carry, (chunks, ref_chunks, starts))
     return weighted / total + jnp.log(ref_total) - jnp.log(total)
+
+
+def _product(contraction: str, a, b):
+    return jnp.einsum(contraction, a, b, preferred_element_type=jnp.float32)
 
 
 def _check(temperature: float | Float[Array, ""], chunk: int) -> None:

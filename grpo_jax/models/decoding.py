@@ -12,8 +12,6 @@ from grpo_jax.models.attention import MASKED
 from grpo_jax.models.rope import angles
 from grpo_jax.types import Params
 
-UNROLL_LAYERS = 8  # decode loops over more layers than this instead of unrolling them
-
 
 def _attend(prompt_kv, prompt_bias, kv, bias, q):
     """One query a row over its prompt's keys (shared by the group) and its own: [B,K,R,h].
@@ -38,22 +36,36 @@ def _attend(prompt_kv, prompt_bias, kv, bias, q):
     return (y + own).astype(q.dtype)
 
 
-def by_layer(config, stacked):
+def by_layer(unrolled: bool, stacked):
     """A tuple of layers where decode unrolls them: sliced here, not at every token."""
-    if config.num_layers > UNROLL_LAYERS:
+    if not unrolled:
         return stacked
-    return tuple(jax.tree.map(lambda a, i=i: a[i], stacked) for i in range(config.num_layers))
+    layers = len(jax.tree.leaves(stacked)[0])
+    return tuple(jax.tree.map(lambda a, i=i: a[i], stacked) for i in range(layers))
 
 
-def unstack(config, params: Params) -> Params:
-    return params | {"layers": by_layer(config, params["layers"])}
+def unstack(unrolled: bool, dtype, params: Params) -> Params:
+    """As the loop reads them: converted once, and taken apart where it is unrolled."""
+
+    def converted(path, leaf):
+        exact = path[-1].key in ("scale", "qkv_bias")  # added or multiplied in float32
+        return leaf if exact else leaf.astype(dtype)
+
+    layers = jax.tree_util.tree_map_with_path(converted, params["layers"])
+    return params | {"layers": by_layer(unrolled, layers)}
 
 
-def empty_cache(config, dtype, rows: int, slots: int):
+def select(unrolled: bool, prompt_cache, prompts):
+    """Copies of the keys and values of `prompts` [R], in that order."""
+    axis = 0 if unrolled else 1  # behind the layers, where stacked
+    return jax.tree.map(lambda a: a.take(prompts, axis, mode="clip"), prompt_cache)
+
+
+def empty_cache(config, unrolled: bool, dtype, rows: int, slots: int):
     """Keys and values of the completions: one pair a layer when unrolled, else one stacked pair."""
     L, head = config.num_layers, (rows, config.num_kv_heads)
     keys, values = (*head, config.head_dim, slots), (*head, slots, config.head_dim)
-    if L <= UNROLL_LAYERS:
+    if unrolled:
         return tuple((jnp.zeros(keys, dtype), jnp.zeros(values, dtype)) for _ in range(L))
     return jnp.zeros((L, *keys), dtype), jnp.zeros((L, *values), dtype)
 
@@ -63,6 +75,7 @@ def decode(
     block,
     norm,
     dtype,
+    unrolled,
     params,
     token,
     position,
@@ -86,7 +99,7 @@ def decode(
 
         return block(weights)(x, cos, sin, attend)
 
-    if config.num_layers <= UNROLL_LAYERS:
+    if unrolled:
         new = []
         for weights, prompt_kv, pair in zip(params["layers"], prompt_cache, cache, strict=True):
 

@@ -25,12 +25,15 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float, Key
 
+from grpo_jax.kernels.matmul import lookup
 from grpo_jax.models import decoding, lora
-from grpo_jax.models.attention import attend_answers, attend_rows
+from grpo_jax.models.attention import Attention, blockwise
 from grpo_jax.models.config import LlamaConfig
-from grpo_jax.models.linear import dot
+from grpo_jax.models.linear import dot, gated
 from grpo_jax.models.rope import angles, positions, rotate
 from grpo_jax.types import Params
+
+KEPT = jax.checkpoint_policies.dots_with_no_batch_dims_saveable  # by `remat="dots"`
 
 
 @dataclass(frozen=True)
@@ -49,6 +52,7 @@ class Model:
         written to the cache's slot `column`; `visible` says which slots a row sees (this one too).
         B/P consecutive rows share a prompt's cache. Its parameters are `unstack(params)`, made
         once, outside the loop.
+    select(prompt cache, prompts i32[R]) -> the prompt cache of those prompts, in that order
     empty_cache(rows, slots) -> cache for `slots` completion tokens
     head(params) -> [V,D]: logits are `hidden @ head.T`
     """
@@ -60,25 +64,38 @@ class Model:
     prefill: Callable
     unstack: Callable[[Params], Params]
     decode: Callable
+    select: Callable
     empty_cache: Callable
     head: Callable[[Params], Float[Array, "V D"]]
 
 
 def build(
-    config: LlamaConfig, *, dtype: str = "float32", remat: bool = False, lora_scale: float = 1.0
+    config: LlamaConfig,
+    *,
+    dtype: str = "float32",
+    remat: bool | str = False,
+    lora_scale: float = 1.0,
+    attention: Attention | None = None,
+    unroll_layers: int = 64,
 ) -> Model:
-    """The model's functions. `dtype`: of the matmuls; `remat`: recompute layers in the backward;
-    `lora_scale`: of the adapters, where the parameters have some."""
+    """The model's functions. `dtype`: of the matmuls; `remat`: recompute layers in the backward,
+    True or "dots" (keep the products with weights); `lora_scale`: of the adapters, where the
+    parameters have some; `attention`: over whole sequences (None: `attention.blockwise()`);
+    `unroll_layers`: decode loops over the layers where there are more."""
+    attention, unrolled = attention or blockwise(), config.num_layers <= unroll_layers
     compute, block = jnp.dtype(dtype), partial(_block, config, lora_scale)
     return Model(
         config=config,
         init=partial(init, config),
-        hidden=partial(_hidden, config, block, compute, remat),
-        answers=partial(_answers, config, block, compute, remat),
-        prefill=partial(_prefill, config, block, compute),
-        unstack=partial(decoding.unstack, config),
-        decode=partial(decoding.decode, config, block, partial(_final_norm, config), compute),
-        empty_cache=partial(decoding.empty_cache, config, compute),
+        hidden=partial(_hidden, config, block, attention, compute, remat),
+        answers=partial(_answers, config, block, attention, compute, remat),
+        prefill=partial(_prefill, config, block, attention, compute, unrolled),
+        unstack=partial(decoding.unstack, unrolled, compute),
+        decode=partial(
+            decoding.decode, config, block, partial(_final_norm, config), compute, unrolled
+        ),
+        select=partial(decoding.select, unrolled),
+        empty_cache=partial(decoding.empty_cache, config, unrolled, compute),
         head=partial(_head, config),
     )
 
@@ -124,7 +141,9 @@ class Attention(nnx.Module):
         if self.qkv_bias is not None:
             y = y + self.qkv_bias[...]
         y = y if self.lora else y.astype(x.dtype)  # the product's own output, where it is whole
-        parts = {"q": y[..., :-2, :], "k": y[..., -2, :], "v": y[..., -1, :]}
+        R = y.shape[-2] - 2  # split and not sliced: the gradient of a slice is padded and added
+        q, k, v = jnp.split(y, (R, R + 1), -2)
+        parts = {"q": q, "k": k.squeeze(-2), "v": v.squeeze(-2)}
         q, k, v = (lora.adapted(self.lora, t, x, y).astype(x.dtype) for t, y in parts.items())
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
@@ -144,11 +163,13 @@ class MLP(nnx.Module):
         self.lora = lora.declare(c, "mlp", ranks, scale, rngs)
 
     def __call__(self, x: Float[Array, "*b D"]) -> Float[Array, "*b D"]:
-        y = dot(x, self.gate_up[...], 1)
-        y = y if self.lora else y.astype(x.dtype)
-        parts = {"gate": y[..., 0, :], "up": y[..., 1, :]}
-        gate, up = (lora.adapted(self.lora, t, x, y).astype(x.dtype) for t, y in parts.items())
-        inner = jax.nn.silu(gate) * up
+        if not self.lora:
+            inner = gated(x, self.gate_up[...])
+        else:
+            y = jnp.split(dot(x, self.gate_up[...], 1), 2, -2)
+            parts = {"gate": y[0].squeeze(-2), "up": y[1].squeeze(-2)}
+            gate, up = (lora.adapted(self.lora, t, x, y).astype(x.dtype) for t, y in parts.items())
+            inner = jax.nn.silu(gate) * up
         return lora.adapted(self.lora, "down", inner, dot(inner, self.down[...], 1)).astype(x.dtype)
 
 
@@ -226,24 +247,32 @@ def _run(block, remat, params, x, angle, attend):
     def layer(x, weights):
         return block(weights)(x, *angle, attend)
 
-    return lax.scan(jax.checkpoint(layer) if remat else layer, x, params["layers"])
+    if remat:
+        layer = jax.checkpoint(layer, policy=KEPT if remat == "dots" else None)
+    return lax.scan(layer, x, params["layers"])
 
 
 def _embed(dtype, params, tokens):
-    return params["embed"]["embedding"].astype(dtype)[tokens]
+    return lookup(params["embed"]["embedding"], tokens).astype(dtype)
 
 
-def _hidden(config, block, dtype, remat, params, tokens, mask):
+def _hidden(config, block, attention, dtype, remat, params, tokens, mask):
     def attend(q, k, v):
-        return attend_rows(q, k, v, mask), None
+        return attention.rows(q, k, v, mask), None
 
     angle = angles(config, positions(mask))
     x, _ = _run(block, remat, params, _embed(dtype, params, tokens), angle, attend)
     return _final_norm(config, params, x)
 
 
-def _answers(config, block, dtype, remat, params, prompt, prompt_mask, completion):
+def _answers(config, block, attention, dtype, remat, params, prompt, prompt_mask, completion):
     (P, S), (B, T) = prompt.shape, completion.shape
+    if attention.answers is None:  # row by row, then
+        prompt, prompt_mask = (a.repeat(B // P, 0) for a in (prompt, prompt_mask))
+        tokens = jnp.concatenate([prompt, completion], 1)
+        mask = jnp.pad(prompt_mask, ((0, 0), (0, T)), constant_values=True)
+        x = _hidden(config, block, attention, dtype, remat, params, tokens, mask)
+        return x[:, S - 1 : -1]
     split, place = P * S, positions(prompt_mask)
     place = place, (place[:, -1:] + 1 + jnp.arange(T)).repeat(B // P, 0)
 
@@ -252,23 +281,26 @@ def _answers(config, block, dtype, remat, params, prompt, prompt_mask, completio
         a, b = prompts, answers
         return jnp.concatenate([a.reshape(split, *a.shape[2:]), b.reshape(B * T, *b.shape[2:])])
 
+    def parts(x):
+        first, then = jnp.split(x, (split,))
+        return first.reshape(P, S, *x.shape[1:]), then.reshape(B, T, *x.shape[1:])
+
     def attend(q, k, v):
-        first = [a[:split].reshape(P, S, *a.shape[1:]) for a in (q, k, v)]
-        then = [a[split:].reshape(B, T, *a.shape[1:]) for a in (q, k, v)]
-        prompts = attend_rows(*first, prompt_mask)
-        return flat(prompts, attend_answers(*then, *first[1:], prompt_mask)), None
+        first, then = zip(*map(parts, (q, k, v)), strict=True)
+        prompts = attention.rows(*first, prompt_mask)
+        return flat(prompts, attention.answers(*then, *first[1:], prompt_mask)), None
 
     x = _embed(dtype, params, flat(prompt, completion))
     x, _ = _run(block, remat, params, x, angles(config, flat(*place)), attend)
-    last = x[:split].reshape(P, S, -1)[:, -1:].repeat(B // P, 0)  # what the first tokens come from
-    rest = x[split:].reshape(B, T, -1)[:, :-1]
-    return _final_norm(config, params, jnp.concatenate([last, rest], 1))
+    first, then = parts(x)
+    start = first[:, -1:].repeat(B // P, 0)  # what the first tokens are drawn from
+    return _final_norm(config, params, jnp.concatenate([start, then[:, :-1]], 1))
 
 
-def _prefill(config, block, dtype, params, tokens, mask):
+def _prefill(config, block, attention, dtype, unrolled, params, tokens, mask):
     def attend(q, k, v):
-        return attend_rows(q, k, v, mask), (k.swapaxes(1, 2), v.swapaxes(1, 2))  # [P, K, S, h]
+        return attention.rows(q, k, v, mask), (k.swapaxes(1, 2), v.swapaxes(1, 2))  # [P, K, S, h]
 
     angle = angles(config, positions(mask))
     x, cache = _run(block, False, params, _embed(dtype, params, tokens), angle, attend)
-    return _final_norm(config, params, x[:, -1]), decoding.by_layer(config, cache)
+    return _final_norm(config, params, x[:, -1]), decoding.by_layer(unrolled, cache)

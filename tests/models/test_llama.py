@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from grpo_jax.models import decoding, hf, llama, rope
+from grpo_jax.models import hf, llama, rope
 from grpo_jax.models.config import Llama3Scaling, LlamaConfig
 
 DATA = Path(__file__).parents[1] / "data" / "llama"
@@ -90,9 +90,9 @@ def decode_all(model, params, prompt, prompt_mask, completion):
     ("kind", "unrolled"),
     [("tied", True), ("llama3", False), ("qwen2", False), ("qwen3", True)],
 )
-def test_cached_decode_equals_the_full_forward(kind, unrolled, monkeypatch):
-    monkeypatch.setattr(decoding, "UNROLL_LAYERS", 8 if unrolled else 0)
-    model, params, _ = load(kind)
+def test_cached_decode_equals_the_full_forward(kind, unrolled):
+    config, params = hf.load(DATA / kind)
+    model = llama.build(config, unroll_layers=8 if unrolled else 0)
     rng = np.random.default_rng(0)
     S, T, group = 6, 5, 2
     prompt = jnp.asarray(rng.integers(0, 64, (3, S)))

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from grpo_jax.models import decoding, llama, lora
+from grpo_jax.models import llama, lora
 from grpo_jax.models.config import Llama3Scaling, LlamaConfig
 from grpo_jax.models.lora import TARGETS, LoraSettings
 from tests.models.test_llama import decode_all
@@ -94,9 +94,8 @@ def test_adapters_equal_merged_weights(base, adapters):
 
 
 @pytest.mark.parametrize("unrolled", [True, False])
-def test_prefill_and_decode_apply_them_too(base, adapters, unrolled, monkeypatch):
-    monkeypatch.setattr(decoding, "UNROLL_LAYERS", 8 if unrolled else 0)
-    model = llama.build(CONFIG, lora_scale=ALL.scale)
+def test_prefill_and_decode_apply_them_too(base, adapters, unrolled):
+    model = llama.build(CONFIG, lora_scale=ALL.scale, unroll_layers=8 if unrolled else 0)
     joined = lora.join(base, adapters)
     # the last two tokens of TOKENS are taken as the completion
     states = decode_all(model, joined, TOKENS[:, :3], MASK[:, :3], TOKENS[:, 3:])
