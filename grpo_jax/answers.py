@@ -1,5 +1,6 @@
 """Answers: what was sampled for some prompts, as text, scored."""
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -24,10 +25,21 @@ class RolloutSettings:
     temperature: float
     top_p: float  # 1: off
     top_k: int  # 0: off
+    slots: int | None = None  # rows that are decoded at a time (refill.py); None: all
+    overlap: bool = True  # score rewards while the device computes log-probs that need none
+    length_buckets: int = 1  # widths that a batch may have, in equal steps up to T; 1: T alone
 
     @property
     def sampling(self) -> SamplingParams:
         return SamplingParams(self.max_completion_length, self.temperature, self.top_p, self.top_k)
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """The tokens that a row of a batch may have room for, ascending: multiples of 8, but for
+        the last, which is T."""
+        T, count = self.max_completion_length, self.length_buckets
+        steps = {min(-(-T * step // (8 * count)) * 8, T) for step in range(1, count + 1)}
+        return tuple(sorted(steps))
 
 
 @dataclass(frozen=True)
@@ -112,10 +124,25 @@ def answer(
     key: Key[Array, ""],
 ) -> Answers:
     """Sample `group_size` answers to each prompt and score them."""
-    ids = [prompt_ids(prompt, tokenizer) for prompt in prompts]
-    rows = np.arange(len(prompts) * group_size)
-    rollout = jax.tree.map(np.asarray, sampler.sample(ids, rows, sampling, key))
+    rollout = draw(
+        prompts, group_size, tokenizer=tokenizer, sampler=sampler, sampling=sampling, key=key
+    )
     return scored(prompts, rollout, task=task, tokenizer=tokenizer, parts=parts)
+
+
+def draw(
+    prompts: list[Prompt],
+    group_size: int,
+    *,
+    tokenizer: Tokenizer,
+    sampler: Sampler,
+    sampling: SamplingParams,
+    key: Key[Array, ""],
+) -> Rollout:
+    """Sample `group_size` answers to each prompt, as the sampler returns them: the built-in one has
+    arrays that the device may still be computing."""
+    ids = [prompt_ids(prompt, tokenizer) for prompt in prompts]
+    return sampler.sample(ids, np.arange(len(prompts) * group_size), sampling, key)
 
 
 def scored(
@@ -126,8 +153,14 @@ def scored(
     tokenizer: Tokenizer,
     parts: list[RewardPart],
 ) -> Answers:
-    """Text and rewards of a rollout (numpy leaves): B/N answers to each of the N prompts."""
-    rollout, texts = cut_at_stop(rollout, tokenizer, task.stop_strings)
+    """Text and rewards of a rollout: B/N answers to each of the N prompts."""
+    return graded(prompts, *cut_at_stop(rollout, tokenizer, task.stop_strings), parts)
+
+
+def graded(
+    prompts: list[Prompt], rollout: Rollout, texts: list[str], parts: list[RewardPart]
+) -> Answers:
+    """Rewards of what `cut_at_stop` returns."""
     repeated = [prompt for prompt in prompts for _ in range(len(texts) // len(prompts))]
     names = sorted({name for prompt in prompts for name in prompt.columns})
     columns = {name: [p.columns.get(name) for p in repeated] for name in names}
@@ -168,7 +201,9 @@ def cut_at_stop(
 
     The sampler itself stops at tokens that hold a whole stop string; one that is spread over
     several tokens is only seen in the text, and what was sampled after it is masked here.
+    Returns numpy leaves: a rollout that the device is still computing is waited for.
     """
+    rollout = jax.tree.map(np.asarray, rollout)
     mask, truncated = rollout.mask.copy(), rollout.truncated.copy()
     texts = []
     for row, completion in enumerate(rollout.completion):
@@ -177,14 +212,35 @@ def cut_at_stop(
             ids = ids[:-1]  # any other special token stays visible: no reward may overlook it
         text = tokenizer.decode(ids, skip_special=False)
         if any(stop in text for stop in stops):
-            for end in range(1, len(ids) + 1):
-                text = tokenizer.decode(ids[:end], skip_special=False)
-                found = [text.index(stop) for stop in stops if stop in text]
-                if found:  # complete with this token
-                    mask[row, end:] = False
-                    truncated[row] = False
-                    text = text[: min(found)]
-                    break
+            end = _first_complete(tokenizer, ids, stops)
+            text = tokenizer.decode(ids[:end], skip_special=False)
+            text = text[: min(text.index(stop) for stop in stops if stop in text)]
+            mask[row, end:] = False
+            truncated[row] = False
         texts.append(text)
     logp = np.where(mask, rollout.sampler_logp, 0.0)
     return replace(rollout, mask=mask, truncated=truncated, sampler_logp=logp), texts
+
+
+def _first_complete(tokenizer: Tokenizer, ids: list[int], stops: tuple[str, ...]) -> int:
+    """How many of the tokens it takes until one of the strings is complete; all of them do. By
+    halves: decoding every beginning would take time with the square of the length."""
+
+    def complete(end: int) -> bool:
+        text = tokenizer.decode(ids[:end], skip_special=False)
+        return any(stop in text for stop in stops)
+
+    return bisect_left(range(len(ids)), True, key=complete)
+
+
+def narrowed(rollout: Rollout, widths: Sequence[int]) -> Rollout:
+    """With room for as many tokens as the smallest of `widths` (ascending) that holds every row;
+    numpy leaves."""
+    longest = int(np.flatnonzero(rollout.mask.any(0)).max(initial=0)) + 1
+    width = next(width for width in widths if width >= longest)
+    return replace(
+        rollout,
+        completion=rollout.completion[:, :width],
+        mask=rollout.mask[:, :width],
+        sampler_logp=rollout.sampler_logp[:, :width],
+    )

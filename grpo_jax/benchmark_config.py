@@ -232,6 +232,7 @@ def _benchmark(
         top_k=rollout.top_k,
         batch_rows=options.batch_rows,
         seed=values["seed"],
+        slots=rollout.slots,
     )
     task = asked.config["task"] if options.run is not None else {}
     style = options.style or task.get("style") or STYLE
@@ -253,7 +254,7 @@ def _benchmark(
         )
         sets[name] = asked.task if name == TASK else load
     config = asdict(settings) | {"pass_k": list(settings.pass_k)}
-    del config["batch_rows"]  # changes no result
+    del config["batch_rows"], config["slots"]  # they change no result
     config |= {"sets": list(options.sets), "data": options.data, "limit": options.limit}
     config |= {"style": style, "shots": shots, "reward": asked.config["reward"]}
     config |= {"task": asked.config["task"] if TASK in options.sets else None}

@@ -13,8 +13,10 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Key
 
+from grpo_jax import refill
 from grpo_jax.kernels import sampling
 from grpo_jax.models.llama import Model
+from grpo_jax.refill import Job, anywhere
 from grpo_jax.types import Params, Rollout, SamplingParams
 
 
@@ -24,12 +26,15 @@ class JaxSampler:
 
     `prompt_slots`: S, the width that every prompt is left-padded to; a longer one is an error.
     `eos_ids`: tokens that end a completion (they stay in it). `pad_id` fills the rest.
+    `slots`: rows that are decoded at a time (see `generate`); what is sampled is the same for any.
     """
 
     model: Model
     prompt_slots: int
     eos_ids: tuple[int, ...]
     pad_id: int
+    slots: int | None = None
+    jit: Callable = jax.jit
     _params: Params | None = None
     _version: int = 0
     _programs: dict[SamplingParams, Callable] = field(default_factory=dict)
@@ -43,7 +48,7 @@ class JaxSampler:
         ids, mask = pad_prompts(prompts, self.prompt_slots, self.pad_id)
         program = self._programs.get(params)
         if program is None:
-            program = self._programs[params] = jax.jit(partial(self._rollout, params))
+            program = self._programs[params] = self.jit(partial(self._rollout, params))
         return program(
             self._params, ids, mask, np.asarray(row_ids, np.int32), key, np.int32(self._version)
         )
@@ -58,6 +63,7 @@ class JaxSampler:
             key,
             sampling_params=sampling_params,
             eos_ids=self.eos_ids,
+            slots=self.slots,
         )
         valid = jnp.arange(sampling_params.max_tokens) < length[:, None]
         group = len(row_ids) // len(ids)
@@ -124,52 +130,75 @@ def generate(
     *,
     sampling_params: SamplingParams,
     eos_ids: tuple[int, ...],
+    slots: int | None = None,
 ) -> tuple[Int[Array, "B T"], Float[Array, "B T"], Int[Array, "B"], Bool[Array, "B"]]:
     """Sample B/P completions of each prompt -> tokens, their log-probs, lengths, ended by EOS.
 
     The prompt's forward pass and its keys and values are shared by the group. The loop stops when
     every row has ended. Token t of row i uses noise of (key, row_ids[i], t) alone, so neither the
-    batch a row is in nor its place there changes what it samples. Slots past a row's length hold
-    tokens of no meaning. T = sampling_params.max_tokens.
-    """
-    B, T = row_ids.shape[0], sampling_params.max_tokens
-    group = B // prompt.shape[0]
-    head, ends = model.head(params), jnp.asarray(eos_ids, jnp.int32)
-    hidden, prompt_cache = model.prefill(params, prompt, prompt_mask)
-    start = jnp.repeat(prompt_mask.sum(-1), group)
-    layers, slots = model.unstack(params), jnp.arange(T)
+    batch a row is in nor its place there changes what it samples. What lies past a row's length has
+    no meaning. T = sampling_params.max_tokens.
 
-    def draw(hidden, t):
-        logits = jnp.einsum(
-            "bd,vd->bv", hidden, head.astype(hidden.dtype), preferred_element_type=jnp.float32
-        )
-        if sampling_params.temperature == 0:
-            return sampling.greedy(logits)
-        return sampling.sample(
-            sampling.row_uniform(key, row_ids, t),
-            logits,
-            temperature=sampling_params.temperature,
-            top_k=sampling_params.top_k,
-            top_p=sampling_params.top_p,
-        )
+    `slots`: rows that are decoded at a time, while others wait (refill.py); None: all of them.
+    """
+    hidden, cache = model.prefill(params, prompt, prompt_mask)
+    job = Job(
+        model=model,
+        layers=model.unstack(params),
+        draw=partial(_draw, sampling_params, model.head(params), key),
+        hidden=hidden,
+        cache=cache,
+        mask=prompt_mask,
+        row_ids=row_ids,
+        ends=jnp.asarray(eos_ids, jnp.int32),
+        budget=sampling_params.max_tokens,
+    )
+    if slots is None or slots >= len(row_ids):
+        return _decode(job)
+    tokens, logp, length, done, _ = refill.decode(job, slots)
+    return tokens, logp, length, done
+
+
+def _draw(sampling_params, head, key, hidden, row_ids, t):
+    """Token t (one number, or one each) of rows with that last hidden state, and its log-prob."""
+    logits = jnp.einsum(
+        "bd,vd->bv", hidden, head.astype(hidden.dtype), preferred_element_type=jnp.float32
+    )
+    if sampling_params.temperature == 0:
+        return sampling.greedy(logits)
+    return sampling.sample(
+        sampling.row_uniform(key, row_ids, t),
+        logits,
+        temperature=sampling_params.temperature,
+        top_k=sampling_params.top_k,
+        top_p=sampling_params.top_p,
+    )
+
+
+def _decode(job: Job):
+    """All rows at a time, until the last one has ended."""
+    (B,), T = job.row_ids.shape, job.budget
+    start, columns = jnp.repeat(job.mask.sum(-1), job.group), jnp.arange(T)
 
     def body(carry):
         t, token, done, length, tokens, logps, cache = carry
-        visible = (slots <= t)[None]
-        hidden, cache = model.decode(
-            layers, token, start + t, prompt_cache, prompt_mask, cache, t, visible
+        visible = (columns <= t)[None]
+        hidden, cache = job.model.decode(
+            job.layers, token, start + t, job.cache, job.mask, cache, t, visible
         )
-        token, logp = draw(hidden, t + 1)
+        token, logp = job.draw(hidden, job.row_ids, t + 1)
         tokens, logps = tokens.at[t + 1].set(token), logps.at[t + 1].set(logp)
         length = length + ~done
-        return t + 1, token, done | jnp.isin(token, ends), length, tokens, logps, cache
+        return t + 1, token, done | jnp.isin(token, job.ends), length, tokens, logps, cache
 
-    token, logp = draw(jnp.repeat(hidden, group, 0), 0)
+    token, logp = job.draw(jnp.repeat(job.hidden, job.group, 0), job.row_ids, 0)
     tokens = jnp.zeros((T, B), jnp.int32).at[0].set(token)
     logps = jnp.zeros((T, B), jnp.float32).at[0].set(logp)
-    carry = (jnp.int32(0), token, jnp.isin(token, ends), jnp.ones(B, jnp.int32), tokens, logps)
+    carry = (jnp.int32(0), token, jnp.isin(token, job.ends), jnp.ones(B, jnp.int32), tokens, logps)
     carry = lax.while_loop(
-        lambda c: (c[0] < T - 1) & ~jnp.all(c[2]), body, (*carry, model.empty_cache(B, T))
+        lambda c: (c[0] < T - 1) & anywhere(~c[2].all()),
+        body,
+        (*carry, job.model.empty_cache(B, T)),
     )
     _, _, done, length, tokens, logps, _ = carry
     return tokens.T, logps.T, length, done

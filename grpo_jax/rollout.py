@@ -1,19 +1,34 @@
 """From prompts to a scored batch: sample, score, filter, shape, compare within the group.
 
 The order of the pipeline is in `kernels/__init__.py`. Everything here runs on the host, in numpy,
-but for the sampler and the log-prob pass; shapes are the same at every step.
+but for the sampler and the log-prob passes. Those need no reward, and JAX doesn't wait for what it
+computes: where every row that is sampled will be in the batch, they are started before the rewards
+are scored (`rollout.overlap`), and the device works while the host does. Where a filter may draw
+other groups instead, they come after the choice: nothing is computed for a group that goes.
+
+A batch is as wide as its longest answer needs, in a few steps (`rollout.length_buckets`); what
+waits for a later step has the full budget of T tokens, so it fits with whatever comes then.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Key
-from tqdm import tqdm
+from jaxtyping import Array, Bool, Float, Int, Key
 
-from grpo_jax.answers import Answers, RolloutSettings, answer, refuse_broken, scored
+from grpo_jax.answers import (
+    Answers,
+    RolloutSettings,
+    cut_at_stop,
+    draw,
+    graded,
+    narrowed,
+    refuse_broken,
+    scored,
+)
 from grpo_jax.kernels.advantage import advantage
 from grpo_jax.metrics import (
     gap_metrics,
@@ -22,11 +37,21 @@ from grpo_jax.metrics import (
     reward_metrics,
     weight_metrics,
 )
+from grpo_jax.passes import PassResults, start_passes
 from grpo_jax.rewards.combine import RewardPart
 from grpo_jax.rules import asks, call
+from grpo_jax.screen import say
 from grpo_jax.tasks.base import Task
 from grpo_jax.tokenizer import Tokenizer
-from grpo_jax.types import Algorithm, Batch, Params, Rollout, Sampler, TrainingError
+from grpo_jax.types import (
+    Algorithm,
+    Batch,
+    Params,
+    Rollout,
+    Sampler,
+    SamplingParams,
+    TrainingError,
+)
 
 
 @dataclass(frozen=True)
@@ -71,10 +96,14 @@ class Collector:
         """
         N, rule = self.settings.prompts, self.algorithm.filter
         carried, self.surplus = self.surplus, None
+        start, passes = partial(self._start, params, reference), None
+        # one round, and nothing that waits: its rows are the batch, whatever their rewards are
+        early = self.settings.overlap and rule.max_rounds == 1 and carried is None
         kept = 0 if carried is None else len(carried)
         rounds: list[tuple[Answers, np.ndarray]] = []
         while len(rounds) < rule.max_rounds and kept < N:
-            answers = self._round(position, jax.random.fold_in(key, len(rounds)))
+            noise = jax.random.fold_in(key, len(rounds))
+            answers, passes = self._round(position, noise, start if early else None)
             position += N
             rounds.append((answers, self._keep(answers)))
             kept += int(rounds[-1][1].sum())
@@ -95,8 +124,13 @@ class Collector:
             if rule.surplus == "keep":  # too few for now: they wait, all of them
                 self.surplus = answers.take(np.flatnonzero(keep)) if kept else None
             keep = np.zeros_like(keep)
-        batch, entropy, extra = self._batch(params, reference, answers, keep, step)
-        metrics |= extra | self._batch_metrics(batch, entropy, answers, step)
+        answers = replace(answers, rollout=narrowed(answers.rollout, self.settings.widths))
+        if passes is None:
+            passes = start(answers.rollout)
+        else:
+            passes = passes.take(_kept_first(rounds[0][1]), answers.group_size)
+        batch, extra = self._batch(passes, answers, keep, step)
+        metrics |= extra | self._batch_metrics(batch, passes.entropy, answers, step)
         return Collection(batch, answers, position, metrics)
 
     def waiting(self) -> dict | None:
@@ -130,23 +164,35 @@ class Collector:
             greedy=None if greedy is None else np.array(greedy, np.float32),
         )
 
-    def _round(self, position: int, key: Key[Array, ""]) -> Answers:
+    def _round(
+        self, position: int, key: Key[Array, ""], start: Callable[[Rollout], PassResults] | None
+    ) -> tuple[Answers, PassResults | None]:
+        """N prompts, sampled and scored. `start` is called once the answers are known, before their
+        rewards are."""
         numbers = range(position, position + self.settings.prompts)
         prompts = [self.task.train(number, self.seed) for number in numbers]
-        common = {
-            "task": self.task,
-            "tokenizer": self.tokenizer,
-            "sampler": self.sampler,
-            "parts": self.parts,
-            "key": key,
-        }
-        sampling = self.settings.sampling
-        answers = answer(prompts, self.settings.group_size, sampling=sampling, **common)
-        answers = replace(answers, numbers=tuple(numbers))
+
+        def sample(group_size: int, sampling: SamplingParams) -> Rollout:
+            return draw(
+                prompts,
+                group_size,
+                tokenizer=self.tokenizer,
+                sampler=self.sampler,
+                sampling=sampling,
+                key=key,
+            )
+
+        sampling, best = self.settings.sampling, None
+        drawn = sample(self.settings.group_size, sampling)
         if asks(self.algorithm.baseline, "greedy"):
-            best = answer(prompts, 1, sampling=sampling._replace(temperature=0.0), **common)
+            best = sample(1, sampling._replace(temperature=0.0))
+        rollout, texts = cut_at_stop(drawn, self.tokenizer, self.task.stop_strings)
+        passes = None if start is None else start(rollout)
+        answers = replace(graded(prompts, rollout, texts, self.parts), numbers=tuple(numbers))
+        if best is not None:
+            best = scored(prompts, best, task=self.task, tokenizer=self.tokenizer, parts=self.parts)
             answers = replace(answers, greedy=best.rewards.total, extra_tokens=best.lengths.sum())
-        return answers
+        return answers, passes
 
     def _keep(self, answers: Answers) -> Bool[np.ndarray, "N"]:
         on = self.algorithm.filter.on
@@ -156,34 +202,35 @@ class Collector:
         values = answers.rewards.total if on is None else answers.rewards.parts[on]
         return np.asarray(self.algorithm.filter.rule(jnp.asarray(answers.grouped(values))))
 
+    def _start(self, params: Params, reference: Params | None, rollout: Rollout) -> PassResults:
+        return start_passes(
+            self.algorithm.kl,
+            self.logprobs,
+            self.exact_kl,
+            params,
+            reference,
+            narrowed(rollout, self.settings.widths),
+            self.settings.group_size,
+        )
+
     def _batch(
-        self,
-        params: Params,
-        reference: Params | None,
-        answers: Answers,
-        keep: Bool[np.ndarray, "N"],
-        step: int,
-    ):
-        """Shaping -> KL in reward -> combine (baseline, scale): (Batch, entropy, that KL)."""
-        kl, rollout = self.algorithm.kl, jax.tree.map(jnp.asarray, answers.rollout)
-        group = answers.group_size
-        now_logp, entropy = self.logprobs(params, rollout, group)
+        self, passes: PassResults, answers: Answers, keep: Bool[np.ndarray, "N"], step: int
+    ) -> tuple[Batch, dict[str, float]]:
+        """Shaping -> KL in reward -> combine (baseline, scale): the batch, and that KL's metric."""
+        kl, rollout = self.algorithm.kl, passes.rollout
         # a group that waited was sampled by an earlier policy, which alone knows how likely it was
         fresh = (rollout.version == step)[:, None]
-        old_logp = jnp.where(fresh, now_logp, rollout.sampler_logp)
-        ref_logp, penalty, extra = None, None, {}
-        if kl.active:
-            ref_logp, _ = self.logprobs(reference, rollout, group)
-            if kl.where == "reward":
-                exact = self.exact_kl(params, reference, rollout, group) if kl.exact else None
-                kl_now = kl(old_logp, ref_logp, log_ratio=jnp.zeros_like(old_logp), exact=exact)
-                per_token = jnp.where(rollout.mask, kl_now, 0.0)
-                penalty = kl.coef * per_token.sum(-1).reshape(len(answers), -1)
-                extra["kl"] = float(per_token.sum() / rollout.mask.sum())
+        old_logp = jnp.where(fresh, passes.logp, rollout.sampler_logp)
+        penalty, extra = None, {}
+        if passes.ref_logp is not None and kl.where == "reward":
+            on_policy, exact = jnp.zeros_like(old_logp), passes.exact_kl
+            kl_now = kl(old_logp, passes.ref_logp, log_ratio=on_policy, exact=exact)
+            per_token = jnp.where(rollout.mask, kl_now, 0.0)
+            penalty = kl.coef * per_token.sum(-1).reshape(len(answers), -1)
+            extra["kl"] = float(per_token.sum() / rollout.mask.sum())
         weights = {part.name: part.weight for part in self.parts}
-        known = old_logp, ref_logp, penalty
-        batch = make_batch(self.algorithm, weights, answers, keep, rollout, *known)
-        return batch, entropy, extra
+        known = old_logp, passes.ref_logp, penalty
+        return make_batch(self.algorithm, weights, answers, keep, rollout, *known), extra
 
     def _sampling_metrics(self, rounds: list[Answers], kept: int, step: int) -> dict[str, float]:
         """Of all that was sampled, dropped groups included: curves of filtered runs compare."""
@@ -216,7 +263,7 @@ class Collector:
             if name not in self.told:
                 self.told.add(name)
                 count = f"{answers.rewards.failed[name]} of {len(answers.texts)} answers"
-                tqdm.write(f"note: the reward {name!r} failed on {count} of step {step}: {text}")
+                say(f"note: the reward {name!r} failed on {count} of step {step}: {text}")
 
     def _batch_metrics(
         self, batch: Batch, entropy: Array, answers: Answers, step: int
@@ -306,7 +353,12 @@ def _choose(
     few, dropped ones (keep False) fill up."""
     answers = Answers.concatenate([a for a, _ in rounds])
     keep = np.concatenate([k for _, k in rounds])
-    order = np.concatenate([np.flatnonzero(keep), np.flatnonzero(~keep)])
+    order = _kept_first(keep)
     rest = np.flatnonzero(keep)[count:]
     order = order[:count]
     return answers.take(order), keep[order], answers.take(rest) if len(rest) else None
+
+
+def _kept_first(keep: Bool[np.ndarray, "N"]) -> Int[np.ndarray, "N"]:
+    """Group numbers, those that are kept before the others."""
+    return np.argsort(~keep, kind="stable")

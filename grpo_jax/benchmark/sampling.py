@@ -46,6 +46,7 @@ class BenchmarkSettings:
     top_k: int  # 0: off
     batch_rows: int  # rows that are sampled at a time: memory and speed, never the result
     seed: int
+    slots: int | None = None  # of them, decoded at a time (refill.py): the same; None: all
 
     @property
     def modes(self) -> dict[str, tuple[int, SamplingParams]]:
@@ -111,7 +112,9 @@ class Bench:
 
     def _sampler(self, width: int, ends: tuple[int, ...]) -> JaxSampler:
         if (width, ends) not in self._samplers:
-            sampler = JaxSampler(self.model, width, ends, self.tokenizer.pad_id)
+            sampler = JaxSampler(
+                self.model, width, ends, self.tokenizer.pad_id, self.settings.slots
+            )
             sampler.load(self.params, 0)
             self._samplers[width, ends] = sampler
         return self._samplers[width, ends]

@@ -44,7 +44,9 @@ def clip_cov(
     objective, clipped = clip.bounded(log_ratio, advantage, logp, mask, low=low, high=high)
     covariance = _covariance(advantage, logp, mask)
     candidate = mask & ~clipped & (covariance > covariance_low) & (covariance < covariance_high)
-    score = jnp.where(candidate, jax.random.uniform(key, mask.shape), -jnp.inf)
+    # token by token, then row by row: how much padding there is behind them changes no draw
+    noise = jax.random.uniform(key, mask.shape[::-1]).T
+    score = jnp.where(candidate, noise, -jnp.inf)
     drawn = candidate & (_rank(score) < _count(share, mask))
     return jnp.where(drawn, 0, objective), clipped | drawn
 

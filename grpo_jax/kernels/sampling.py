@@ -64,18 +64,19 @@ def greedy(logits: Float[Array, "B V"]) -> tuple[Int[Array, " B"], Float[Array, 
 
 
 def row_uniform(
-    key: Key[Array, ""], row_ids: Int[Array, " B"], step: int | Int[Array, ""]
+    key: Key[Array, ""], row_ids: Int[Array, " B"], step: int | Int[Array, "#B"] | Int[Array, ""]
 ) -> Float[Array, " B"]:
     """One uniform number in [0, 1) a row, float32, a function of (key, global row id, step) only.
 
     row_ids i32[B] are ids over the whole rollout, not positions in this batch: how rows are split
-    into batches, processes or shards then changes nothing. step is the decode step, may be traced.
+    into batches, processes or shards then changes nothing. step is the number of the token in its
+    row: one for all rows or one each, may be traced.
     """
 
-    def draw(row_id):
+    def draw(row_id, step):
         return jax.random.uniform(jax.random.fold_in(jax.random.fold_in(key, row_id), step))
 
-    return jax.vmap(draw)(row_ids)
+    return jax.vmap(draw)(row_ids, jnp.broadcast_to(step, row_ids.shape))
 
 
 def _inverse_cdf(uniform, logits):

@@ -61,8 +61,9 @@ class Latex:
     on_failure: float | None = 0.0  # score of a row that a worker failed on; None: unscorable
     workers: int | None = None  # processes; None: one a core, 8 at most
     seconds: float = 3.0  # for one row
-    batch_seconds: float = 60.0  # for all rows of a call: the bound, whatever they hold
+    batch_seconds: float | None = None  # for all rows of a call: the bound; None: by their number
     memory_mb: int = 1024  # of each worker
+    first_seconds: float | None = 0.25  # of computing, that each row gets before any gets more
 
     def __post_init__(self) -> None:
         for name, value, known in (
@@ -78,7 +79,13 @@ class Latex:
 
     @property
     def limits(self) -> Limits:
-        return Limits(self.workers, self.seconds, self.batch_seconds, self.memory_mb)
+        return Limits(
+            workers=self.workers,
+            seconds=self.seconds,
+            batch_seconds=self.batch_seconds,
+            memory_mb=self.memory_mb,
+            first_seconds=self.first_seconds,
+        )
 
     def __call__(self, completion: str, answer: str) -> float | None:
         """One row; `batch` is the way for more."""
@@ -91,7 +98,7 @@ class Latex:
         answers: Sequence[str],
         alternatives: Sequence[Sequence[str] | None] | None = None,
     ) -> list[Scored]:
-        """The scores of B completions against B golds, within `batch_seconds`.
+        """The scores of B completions against B golds, in bounded time (`workers.py`).
 
         `alternatives` is a column of the data, where it has one: other ways to write a row's gold.
         An answer that is right by one of them is right.
@@ -201,7 +208,7 @@ def readable(golds: Sequence[str], settings: Latex | None = None) -> list[bool]:
     """Whether this reward can score answers to each of these golds: for tasks, when they load.
 
     A number is readable; so is what math-verify parses and finds equal to itself. One that takes
-    too long is not. Every 500 different golds take `batch_seconds` at most.
+    too long is not. Every 500 different golds are a call of their own, with its bound.
     """
     settings = settings or Latex()
     tidy = [settings._tidy(gold) for gold in golds]
@@ -322,12 +329,15 @@ def _brackets(text: str) -> str:
 
 
 def _prepare() -> None:
-    """The slow imports, and a first formula: parsing it builds tables."""
+    """The slow imports, and one formula of each kind: the first takes several times the time."""
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns of the missing alarms
-    from math_verify import verify
-
-    half = _parsed(r"\frac{\sqrt{1}}{2}")
-    verify(half, half, timeout_seconds=0)
+    for pair in (
+        (r"\frac{\sqrt{1}}{2}", r"\frac{1}{2}"),
+        ("x^2+1", "1+x^2"),
+        ("x>5", r"(5,\infty)"),
+        (r"\frac12", r"\int_0^1 x dx"),
+    ):
+        _judge(pair)
 
 
 def _judge(pair: _Pair) -> bool | None:

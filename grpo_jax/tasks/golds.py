@@ -87,7 +87,7 @@ def readable(golds: Sequence[str], kind: str, validate: bool) -> list[bool]:
         if validate and open_ones and importlib.util.find_spec("math_verify") is not None:
             from grpo_jax.rewards import latex
 
-            patient = latex.Latex(seconds=PATIENCE, batch_seconds=20 * PATIENCE)
+            patient = latex.Latex(seconds=PATIENCE, batch_seconds=20 * PATIENCE, first_seconds=None)
             good |= dict(zip(open_ones, latex.readable(open_ones, patient), strict=True))
     return [good[gold] for gold in golds]
 

@@ -188,7 +188,8 @@ def test_without_the_extra_nothing_loads(monkeypatch):
         ({"percent": "both"}, "percent='both': one of unit, fraction"),
         ({"max_characters": 0}, "max_characters=0"),
         ({"workers": 0}, "workers=0"),
-        ({"seconds": 90.0}, "seconds=90"),
+        ({"seconds": 90.0, "batch_seconds": 60.0}, "seconds=90"),
+        ({"seconds": 0.0}, "seconds=0"),
         ({"memory_mb": 1}, "memory_mb=1"),
     ],
 )

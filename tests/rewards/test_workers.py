@@ -104,6 +104,27 @@ def test_all_items_together_have_a_bound():
     workers.close()
 
 
+def test_nobody_waits_behind_items_that_never_end():
+    limits = Limits(workers=2, seconds=2.0, batch_seconds=5.0, memory_mb=512, first_seconds=0.1)
+    workers = Workers(limits)
+    # for two seconds each, the loops would take eight
+    results = workers.map(do, ["deaf", *["loop"] * 8, "sleep 0.5", "echo a", "echo b", "raise"])
+    assert kinds(results[10:]) == ["a", "b", "error"]
+    assert results[0].text == "over 0.1 s; the worker was killed"
+    texts = [result.text for result in results[1:9]]
+    # two of them begin their second try at once, and later ones none
+    assert 0 < texts.count("over 2 s") <= 4
+    assert set(texts) <= {"over 2 s", "over 0.1 s, in a batch with too many such rows"}
+    assert workers.map(do, ["sleep 0.5", "echo c"]) == ["sleep", "c"]  # longer than a first try
+    workers.close()
+
+
+def test_the_bound_grows_with_a_worker_s_share():
+    assert Limits(workers=8).bound(64) == 25.0 and Limits(workers=2).bound(64) == 37.0
+    assert Limits(workers=2).bound(8192) > 2000
+    assert Limits(workers=2, batch_seconds=9.0).bound(8192) == 9.0
+
+
 def test_threads_take_turns(pool):
     found = {}
 
@@ -176,7 +197,10 @@ def test_no_worker_outlives_its_parent_or_knows_its_script(tmp_path, end):
         ({"workers": 0}, "workers=0"),
         ({"seconds": 0}, "seconds=0"),
         ({"seconds": 60, "batch_seconds": 60}, "one row gets less time than all"),
+        ({"seconds": -8}, "seconds=-8"),
         ({"memory_mb": 10}, "memory_mb=10"),
+        ({"first_seconds": 0.0}, "first_seconds=0: above 0"),
+        ({"first_seconds": 4.0}, "first_seconds=4: above 0, and at most seconds=3"),
     ],
 )
 def test_limits_check_themselves(wrong, text):
