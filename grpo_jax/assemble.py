@@ -16,13 +16,14 @@ from grpo_jax.answers import RolloutSettings, check_columns
 from grpo_jax.evaluate import EvalSettings, Evaluator
 from grpo_jax.generate import JaxSampler
 from grpo_jax.learner import make_update
-from grpo_jax.models import gguf, hf, llama, lora
+from grpo_jax.models import attention_kernels, gguf, hf, llama, lora
 from grpo_jax.models.config import LlamaConfig
 from grpo_jax.models.lora import LoraSettings
 from grpo_jax.optim import OptimSettings, make_optimizer, make_schedule
 from grpo_jax.policy import PolicySettings, make_exact_kl, make_logprobs, whole
 from grpo_jax.rewards.combine import RewardPart
 from grpo_jax.rollout import Collector
+from grpo_jax.screen import say
 from grpo_jax.tasks.base import Task, longest_prompt, within_limit
 from grpo_jax.tokenizer import Tokenizer
 from grpo_jax.types import Algorithm, Params, TrainingError, TrainState
@@ -39,7 +40,10 @@ class ModelSettings:
     shape: LlamaConfig | None
     dtype: str  # of the matmuls; what is trained, optimizer and losses are float32
     base_dtype: str  # of the frozen base, with LoRA; float32 without
-    remat: bool  # recompute each layer in the backward pass
+    remat: bool | str  # recompute each layer in the backward pass; "dots": all but its products
+    attention: str  # of whole sequences, by name (`attention_kernels.choose`)
+    attention_block: int  # query slots whose scores exist at one time, with attention=xla
+    unroll_layers: int  # in the sampler, at most; more are looped over
     chat_arguments: dict[str, Any]  # of the tokenizer's chat template
 
 
@@ -53,6 +57,7 @@ class TrainSettings:
     micro_batch_rows: int  # rows in one forward and backward pass, at most
     vocab_chunk: int  # vocabulary entries whose logits exist at one time
     share_prompts: bool  # compute a group's prompt once in a micro-batch, not once a row
+    skip_silent: bool  # no pass over a micro-batch whose rows can't have a gradient
     max_nonfinite: int  # optimizer steps in a row with a NaN or inf, after which the run stops
 
     @property
@@ -120,34 +125,36 @@ class Work:
     state: TrainState  # as a run begins; the loop takes it over (updates donate it)
 
 
-def assemble(run: Run) -> Work:
-    """Load the data and the model (or warm-start it), and build every jitted function."""
+def assemble(run: Run, jit: Callable = jax.jit) -> Work:
+    """Load the data and the model (or warm-start it), and build every jitted function. `jit` makes
+    the programs that take time, as `jax.jit` does (`together.py`)."""
     words = load_tokenizer(run.model)
     task, slots = load_task(run, words)
-    model, params = load_model(run, task, words, slots)
+    model, params = load_model(run, task, words, slots, jit)
     base, trainable = _split(run, model, params)
     policy = PolicySettings(
         temperature=run.rollout.temperature,
         micro_batch_rows=run.train.micro_batch_rows,
         vocab_chunk=run.train.vocab_chunk,
         share_prompts=run.train.share_prompts,
+        skip_silent=run.train.skip_silent,
     )
     schedule = make_schedule(run.optim, run.train.steps * run.train.updates_per_rollout)
     optimizer = make_optimizer(run.optim, schedule)
     ends = tuple(sorted({*words.eos_ids, *words.stop_ids(task.stop_strings)}))
-    sampler = JaxSampler(model, slots, ends, words.pad_id)
+    sampler = JaxSampler(model, slots, ends, words.pad_id, run.rollout.slots, jit)
     common: dict[str, Any] = {
         "task": task,
         "tokenizer": words,
         "sampler": sampler,
         "parts": list(run.reward),
-        "logprobs": make_logprobs(model, policy),
+        "logprobs": make_logprobs(model, policy, jit),
     }
-    exact_kl = make_exact_kl(model, policy)
+    exact_kl = make_exact_kl(model, policy, jit)
     probe = None
     if run.eval.forced_prefix is not None:
         room = slots + len(words.encode(run.eval.forced_prefix))
-        probe = JaxSampler(model, room, ends, words.pad_id)
+        probe = JaxSampler(model, room, ends, words.pad_id, run.rollout.slots, jit)
     fixed, moving = _references(run, base, trainable)
     return Work(
         task=task,
@@ -160,7 +167,7 @@ def assemble(run: Run) -> Work:
             **common,
         ),
         evaluator=Evaluator(settings=run.eval, rollout=run.rollout, probe_sampler=probe, **common),
-        update=make_update(run.algorithm, model, optimizer, policy, run.rollout.group_size),
+        update=make_update(run.algorithm, model, optimizer, policy, run.rollout.group_size, jit),
         base=base,
         reference=fixed,
         schedule=schedule,
@@ -232,8 +239,21 @@ def load_tokenizer(settings: ModelSettings) -> Tokenizer:
 
 
 def _build(run: Run, shape: LlamaConfig) -> llama.Model:
-    settings = run.model
-    return llama.build(shape, dtype=settings.dtype, remat=settings.remat, lora_scale=run.lora.scale)
+    return build_model(run.model, shape, run.lora.scale)
+
+
+def build_model(
+    settings: ModelSettings, shape: LlamaConfig, lora_scale: float = 1.0
+) -> llama.Model:
+    """The functions of a model of that shape, as the settings say they compute."""
+    return llama.build(
+        shape,
+        dtype=settings.dtype,
+        remat=settings.remat,
+        lora_scale=lora_scale,
+        attention=attention_kernels.choose(settings.attention, settings.attention_block),
+        unroll_layers=settings.unroll_layers,
+    )
 
 
 def _split(run: Run, model: llama.Model, params: Params) -> tuple[Params | None, Params]:
@@ -275,10 +295,10 @@ def _references(
 
 
 def load_model(
-    run: Run, task: Task | None, words: Tokenizer, slots: int
+    run: Run, task: Task | None, words: Tokenizer, slots: int, jit: Callable = jax.jit
 ) -> tuple[llama.Model, Params]:
     """The model and its first parameters, of `model.base_dtype`: read, warm-started or random. The
-    task is for the warm start."""
+    task is for the warm start, and so is `jit`."""
     settings, build = run.model, partial(_build, run)
 
     def placed(params: Params) -> Params:
@@ -310,7 +330,8 @@ def load_model(
         identity={"task": run.config["task"], "model": trained},
         cache=run.cache,
         progress=run.logger.progress,
+        jit=jit,
     )
     if cached and run.logger.progress:
-        print(f"warm start: seed {run.seed} taken from {run.cache}")
+        say(f"warm start: seed {run.seed} taken from {run.cache}")
     return model, placed(params)

@@ -7,6 +7,7 @@ from typing import Any
 
 from grpo_jax import tokenizer
 from grpo_jax.assemble import Run
+from grpo_jax.models.attention_kernels import NAMES
 
 KERNELS = "grpo_jax.kernels."
 SEEDS = 2**32  # JAX keeps 32 bits of a seed: 2**32 would be 0 again
@@ -28,6 +29,7 @@ AT_LEAST = {
         "eval.seed",
         "checkpoint.every",
         "checkpoint.rollouts_every",
+        "model.unroll_layers",
         "logger.completions_every",
         "warmstart.steps",
         "warmstart.warmup_steps",
@@ -36,9 +38,9 @@ AT_LEAST = {
         "optim.eps",
     ),
     1: (
-        "rollout.prompts",
-        "rollout.max_prompt_length",
-        "rollout.max_completion_length",
+        *("rollout.prompts", "rollout.max_prompt_length", "rollout.max_completion_length"),
+        *("rollout.length_buckets", "rollout.slots"),
+        "model.attention_block",
         "train.steps",
         "train.epochs",
         "train.minibatches",
@@ -56,10 +58,8 @@ AT_LEAST = {
 POSITIVE = ("rollout.temperature", "optim.lr", "warmstart.lr")
 CLIP_NORMS = ("optim.clip_norm", "warmstart.clip_norm")
 SHARES = (
-    "optim.final_share",
-    "warmstart.clean_share",
-    "warmstart.decay_share",
-    "warmstart.final_share",
+    *("optim.final_share", "warmstart.clean_share"),
+    *("warmstart.decay_share", "warmstart.final_share"),
 )
 DECAYS = ("optim.b1", "optim.b2", "warmstart.b2")
 MODES = {
@@ -68,6 +68,8 @@ MODES = {
     "logger.wandb": ("offline", "online", "disabled"),
     "model.dtype": ("float32", "bfloat16"),
     "model.base_dtype": ("float32", "bfloat16"),
+    "model.attention": NAMES,
+    "model.remat": (False, True, "dots"),
 }
 AXIS_MODES = {
     "kl.where": ("loss", "reward"),
@@ -76,14 +78,6 @@ AXIS_MODES = {
 }
 # A random model with more tokens than this was not meant: the character tokenizer has 83.
 RANDOM_VOCABULARY = 1024
-# Rules made for one kind of ratio: with another they are something that no paper has.
-MADE_FOR = {
-    "gmpo": "token",
-    "dppo_tv": "token",
-    "dppo_kl": "token",
-    "kl_cov": "token",
-    "vespo": "sequence_sum",
-}
 
 
 class ConfigError(ValueError):
@@ -103,105 +97,6 @@ def check_axes(config: dict[str, Any]) -> None:
     problems = [*_axis_values(config)]
     if problems:
         raise ConfigError("\n".join(problems))
-
-
-def announce(run: Run) -> list[str]:
-    """One line for each knob of this run that does nothing, or not what its name suggests."""
-    lines = [*_announce_ratios(run)]
-    if run.rollout.top_p < 1 or run.rollout.top_k > 0:
-        lines.append(
-            "rollout.top_p or top_k is on: the sampler's log-probs are renormalised and the "
-            "trainer's are not, so ratios are biased (by the mass that was cut)"
-        )
-    lines += [*_announce_kl(run.config["kl"]), *_announce_filter(run.config["filter"])]
-    lines += [*_announce_rows(run)]
-    updates = run.train.steps * run.train.updates_per_rollout
-    if run.optim.warmup_updates >= updates:
-        lines.append(
-            f"optim.warmup_updates={run.optim.warmup_updates}: the run has {updates} updates, and "
-            "ends before optim.lr is reached"
-        )
-    if run.optim.schedule == "constant" and run.optim.final_share:
-        lines.append("optim.final_share does nothing under optim.schedule=constant")
-    if run.lora.targets and not run.lora.active:
-        lines.append("lora.rank=0: no adapters; all parameters are trained")
-    return lines
-
-
-def _announce_ratios(run: Run) -> Iterator[str]:
-    clip, ratio = run.config["clip"], run.config["ratio"]
-    if run.train.updates_per_rollout == 1:
-        yield (
-            "one update a rollout (train.epochs=1 train.minibatches=1): every ratio is 1, so ratio "
-            "and clip are inert; symmetric, higher and cispo have the same gradient"
-        )
-    if _is(clip, "clip.none") and not _is(ratio, "ratio.token"):
-        yield "clip=none takes no ratio: ratio is inert"
-    rule = clip["_target_"].rsplit(".", 1)[-1]
-    kind = MADE_FOR.get(rule) if clip["_target_"].startswith(KERNELS) else None
-    if kind is not None and not _is(ratio, f"ratio.{kind}"):
-        yield f"clip.{rule} is made for ratio={kind}; with another it is not what its paper has"
-    if not clip["_target_"].startswith(KERNELS) or "high" not in clip:
-        return
-    high = clip["high"]
-    if _is(ratio, "ratio.token") and high < 0.01:
-        yield (
-            f"clip.high={high:g} is a range for whole answers (GSPO), and ratio=token: nearly "
-            "every token that moves is clipped"
-        )
-    if _is(ratio, "ratio.sequence") and high >= 0.1:
-        yield (
-            f"clip.high={high:g} is a range for tokens, and ratio=sequence moves about a thousand "
-            "times less: nothing is clipped (GSPO has 3e-4 and 4e-4: clip=sequence)"
-        )
-
-
-def _announce_rows(run: Run) -> Iterator[str]:
-    rows = run.rollout.prompts * run.rollout.group_size // run.train.minibatches
-    aggregation, config = run.config["aggregation"], run.config
-    if _is(aggregation, "aggregation.local"):
-        if aggregation["rows"] >= rows:
-            yield (
-                f"aggregation.rows={aggregation['rows']} covers the minibatch of {rows} rows: "
-                "local denominators are the global ones (lower train.micro_batch_rows)"
-            )
-        else:
-            yield "aggregation=local reproduces a bug on purpose: denominators of each micro-batch"
-    shaped = not _is(config["shaping"], "shaping.none")
-    if _is(config["baseline"], "baseline.greedy") and (shaped or config["kl"]["where"] == "reward"):
-        yield (
-            "baseline=greedy is the reward of the greedy answer alone; shaping and a KL in the "
-            "reward are in the sampled ones only"
-        )
-    weights = [part.weight for part in run.reward if part.weight]
-    if _is(config["combine"], "combine.normalize_then_sum") and len(weights) == 1:
-        yield (
-            "combine=normalize_then_sum and one reward part that counts: it only adds a whitening "
-            "(and shaping or a KL in the reward becomes a part of its own)"
-        )
-
-
-def _announce_kl(kl: dict[str, Any]) -> Iterator[str]:
-    if _is(kl["estimator"], "kl.none") and kl["coef"]:
-        yield f"kl=none estimates nothing: kl.coef={kl['coef']:g} does nothing (kl=k3, say)"
-    if _is(kl["estimator"], "kl.k3_weighted") and kl["where"] == "reward" and kl["coef"]:
-        yield "kl=k3_weighted in the reward is k3: on the rollout's own policy the ratio is 1"
-    if not kl["coef"] and kl.get("refresh_every"):
-        yield "kl.coef=0: kl.refresh_every does nothing"
-    if _is(kl["estimator"], "kl.k1") and kl["where"] == "loss" and kl["coef"]:
-        yield "k1 in the loss: its mean gradient is zero (use kl.where=reward, k2 or k3)"
-
-
-def _announce_filter(node: dict[str, Any]) -> Iterator[str]:
-    if not _is(node["rule"], "filter.none"):
-        if node["max_rounds"] == 1:
-            yield "filter.max_rounds=1: dropped groups are masked, not replaced"
-            if node.get("surplus", "drop") == "keep" and node["on_exhausted"] != "skip":
-                yield "filter.max_rounds=1: there is no surplus to keep"
-    elif (node["on"], node["max_rounds"], node["on_exhausted"]) != (None, 1, "partial"):
-        yield "filter=none keeps every group: filter.on, max_rounds and on_exhausted do nothing"
-    elif node.get("surplus", "drop") == "keep":
-        yield "filter=none has no surplus: filter.surplus does nothing"
 
 
 def _axis_values(config: dict[str, Any]) -> Iterator[str]:
@@ -235,20 +130,20 @@ def _nested_constants(where: str, node: dict[str, Any]) -> Iterator[str]:
 def _axes_fit(config: dict[str, Any]) -> Iterator[str]:
     """What has to agree between axes."""
     baseline, scale = config["baseline"], config["scale"]
-    if _is(scale, "scale.pass_at_k_std"):
-        if not _is(baseline, "baseline.pass_at_k"):
+    if is_rule(scale, "scale.pass_at_k_std"):
+        if not is_rule(baseline, "baseline.pass_at_k"):
             yield "scale=pass_at_k_std goes with baseline=pass_at_k"
         else:
             for key in ("k", "right"):
                 if baseline[key] != scale[key]:
                     yield f"scale.{key}={scale[key]:g} is not baseline.{key}={baseline[key]:g}"
-    if scale.get("hold_tied") and _is(baseline, "baseline.none"):
+    if scale.get("hold_tied") and is_rule(baseline, "baseline.none"):
         yield (
             "scale.hold_tied=true with baseline=none: groups in which every answer got 0 would be "
             "left alone, where they are below the mean"
         )
     clip, correction = config["clip"], config["correction"]
-    if _is(clip, "clip.vespo"):
+    if is_rule(clip, "clip.vespo"):
         level = clip["correction_level"]
         if level not in ("token", "sequence"):
             yield f"clip.correction_level={level!r}: token or sequence"
@@ -259,12 +154,12 @@ def _axes_fit(config: dict[str, Any]) -> Iterator[str]:
                 f"clip.correction_level={level} beside a correction by {_level(correction)}: they "
                 "have to agree"
             )
-    if _is(correction, "correction.batch_normalised") and _is(
+    if is_rule(correction, "correction.batch_normalised") and is_rule(
         correction["rule"], "correction.off_policy_sequence"
     ):
         yield "correction.rule: off_policy_sequence can hold batch_normalised, and not be in it"
-    alone = _is(config["combine"], "combine.normalize_then_sum")
-    if alone and _is(baseline, "baseline.greedy"):
+    alone = is_rule(config["combine"], "combine.normalize_then_sum")
+    if alone and is_rule(baseline, "baseline.greedy"):
         yield (
             "baseline=greedy knows the total reward of the greedy answer, and "
             "combine=normalize_then_sum needs a baseline for each part"
@@ -282,11 +177,11 @@ def _constants(axis: str, node: dict[str, Any]) -> Iterator[str]:
                 yield f"{axis}.{key}={value:g}: a share, at most 1"
     # `low` from 1 on is no bound: a ratio is never below 0
     low, high = node.get("low", 0), node.get("high", math.inf)
-    free = any(_is(node, f"clip.{rule}") for rule in ("gmpo", "dppo_tv", "dppo_kl"))
+    free = any(is_rule(node, f"clip.{rule}") for rule in ("gmpo", "dppo_tv", "dppo_kl"))
     ordered = not free and (axis != "clip" or low < 1)
     if high < low and ordered:
         yield f"{axis}.high={high:g} is below {axis}.low={low:g}"
-    if _is(node, "clip.dual") and node["cap"] <= 1:
+    if is_rule(node, "clip.dual") and node["cap"] <= 1:
         yield f"clip.cap={node['cap']:g}: a dual clip caps ratios above 1"
     if node.get("ddof", 0) not in (0, 1):
         yield f"{axis}.ddof={node['ddof']}: 0 (numpy) or 1 (torch)"
@@ -298,13 +193,14 @@ def _filter_values(node: dict[str, Any]) -> Iterator[str]:
     rule = node["rule"]
     if node["max_rounds"] < 1:
         yield f"filter.max_rounds={node['max_rounds']}: at least 1"
-    if _is(rule, "filter.mixed") and rule.get("tol", 0) < 0:
+    if is_rule(rule, "filter.mixed") and rule.get("tol", 0) < 0:
         yield f"filter.rule.tol={rule['tol']:g} is negative: every group would be kept"
-    if _is(rule, "filter.pass_range") and not rule["low"] < rule["high"]:
+    if is_rule(rule, "filter.pass_range") and not rule["low"] < rule["high"]:
         yield f"filter.rule.high={rule['high']:g} is not above filter.rule.low={rule['low']:g}"
 
 
-def _is(node: dict[str, Any], name: str) -> bool:
+def is_rule(node: dict[str, Any], name: str) -> bool:
+    """Whether a `_target_` node names that rule of grpo_jax.kernels ("clip.dual")."""
     return node["_target_"] == KERNELS + name
 
 
@@ -314,7 +210,7 @@ def _values(run: Run) -> Iterator[str]:
 
     for where, known in MODES.items():
         if at(where) not in known:
-            yield f"{where}={at(where)!r}: one of {', '.join(known)}"
+            yield f"{where}={at(where)!r}: one of {', '.join(map(str, known))}"
     if run.rollout.group_size < 2:
         yield (
             f"rollout.group_size={run.rollout.group_size}: a group of one has nothing to be "
@@ -322,7 +218,7 @@ def _values(run: Run) -> Iterator[str]:
         )
     for least, places in AT_LEAST.items():
         for where in places:
-            if not least <= at(where) < math.inf:
+            if at(where) is not None and not least <= at(where) < math.inf:
                 yield f"{where}={at(where):g}: at least {least}"
     for where in ("seed", "eval.seed"):
         if at(where) >= SEEDS:
@@ -356,7 +252,7 @@ def _fits(run: Run) -> Iterator[str]:
     if run.config["scale"].get("ddof", 0) >= rollout.group_size:
         yield "scale.ddof must be below rollout.group_size"
     k = run.config["baseline"].get("k", 0)
-    if _is(run.config["baseline"], "baseline.pass_at_k") and k >= rollout.group_size:
+    if is_rule(run.config["baseline"], "baseline.pass_at_k") and k >= rollout.group_size:
         yield (
             f"baseline.k={k} of rollout.group_size={rollout.group_size}: k has to be smaller: a "
             "draw of the whole group has no other to be compared with, and every advantage is 0"

@@ -4,11 +4,13 @@ A step is four items, each readable alone: `params` (what is trained: with LoRA 
 `opt_state`, `loop` (the key, the step, and the reference policy where it moves) and `meta` (JSON:
 the loop's own counters and what describes the run). A save is atomic: a kill leaves a temporary
 folder that counts for nothing. Saving goes on in the background; close the manager (`with
-open(...) as manager:` does) before the run is called complete.
+open(...) as manager:` does) before the run is called complete. Runs in threads of one process
+(together.py) take turns, and a save is then waited for.
 """
 
 import hashlib
 import json
+import threading
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -24,6 +26,8 @@ from grpo_jax.types import Params, TrainingError, TrainState
 
 if TYPE_CHECKING:  # orbax takes seconds to import, and a run without checkpoints never needs it
     import orbax.checkpoint as ocp
+
+_TURNS = threading.Lock()  # orbax numbers what a process does: two saves at a time are mixed up
 
 
 def open(folder: Path, keep: int | None) -> "ocp.CheckpointManager":
@@ -79,15 +83,16 @@ def save(
 
     text = {"loop": dict(loop), "meta": dict(meta)}
     json.dumps(text)  # the background thread would only raise at the next save
-    saved = manager.save(
-        step,
-        args=ocp.args.Composite(
-            params=ocp.args.StandardSave(state.trainable),
-            opt_state=ocp.args.StandardSave(state.opt_state),
-            loop=ocp.args.StandardSave(_loop_tree(state)),
-            meta=ocp.args.JsonSave(text),
-        ),
+    items = ocp.args.Composite(
+        params=ocp.args.StandardSave(state.trainable),
+        opt_state=ocp.args.StandardSave(state.opt_state),
+        loop=ocp.args.StandardSave(_loop_tree(state)),
+        meta=ocp.args.JsonSave(text),
     )
+    with _TURNS:
+        saved = manager.save(step, args=items)
+        if threading.current_thread() is not threading.main_thread():
+            manager.wait_until_finished()
     if not saved:  # orbax only says so by its return value
         raise RuntimeError(
             f"checkpoint {step} was not saved: {manager.directory} already holds step"
@@ -122,11 +127,14 @@ def restore(
         "opt_state": target.opt_state,
         "loop": _loop_tree(target),
     }
-    saved = manager.item_metadata(step)
+    with _TURNS:
+        saved = manager.item_metadata(step)
     for name, tree in trees.items():
         _check(f"checkpoint {step}, {name}", _leaves(saved[name].tree), _leaves(tree))
     items = {name: ocp.args.StandardRestore(tree) for name, tree in trees.items()}
-    restored = manager.restore(step, args=ocp.args.Composite(**items, meta=ocp.args.JsonRestore()))
+    args = ocp.args.Composite(**items, meta=ocp.args.JsonRestore())
+    with _TURNS:
+        restored = manager.restore(step, args=args)
     for name, tree in trees.items():  # a key's generator isn't in the metadata
         _check(f"checkpoint {step}, {name}", _leaves(restored[name]), _leaves(tree))
     state = TrainState(

@@ -12,8 +12,9 @@ import pkgutil
 import re
 import typing
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
@@ -135,16 +136,35 @@ def make_algorithm(config: dict[str, Any]) -> Algorithm:
     return Algorithm(**{axis: _made(axis, config[axis]) for axis in AXES})
 
 
+def make_runs(config: DictConfig, job: Path) -> list[Run]:
+    """The runs of a job: one, in its folder, or `seeds_per_job` of them, in a folder each
+    (`folder.seed_folder`), which are one W&B group. Raises ConfigError."""
+    count = value_of(int, config.get("seeds_per_job"), "seeds_per_job")
+    if count < 1:
+        raise ConfigError(f"seeds_per_job={count}: at least 1")
+    if count == 1:
+        return [make_run(config, job)]
+    runs = []
+    for seed in range(first := value_of(int, config.get("seed"), "seed"), first + count):
+        own = OmegaConf.merge(config, {"seed": seed, "seeds_per_job": 1})
+        run = make_run(cast(DictConfig, own), job / f"seed={seed}")
+        group = run.logger.group or job.name
+        runs.append(replace(run, logger=replace(run.logger, group=group)))
+    return runs
+
+
 def make_run(config: DictConfig, folder: Path) -> Run:
     """A checked, typed run; nothing is loaded or compiled. Raises ConfigError."""
     values = resolved(config)
     known = {*SECTIONS, *AXES, "name", "seed", "cache", "task", "reward"}
-    refuse_unknown("", values, known | {"plan"})
+    refuse_unknown("", values, known | {"plan", "seeds_per_job"})
     missing = sorted(known - values.keys())
     if missing:
         raise ConfigError(f"missing: {', '.join(missing)}")
     value_of(str, values["name"], "name")
-    plan = _plan(values.pop("plan", False))  # no part of what the run is
+    plan = _plan(values.pop("plan", False))  # no part of what the run is, and nor is:
+    if values.pop("seeds_per_job", 1) != 1:
+        raise ConfigError("seeds_per_job: this is for one run; scripts/train.py has several")
     sections = {name: typed(kind, values[name], name) for name, kind in SECTIONS.items()}
     algorithm = make_algorithm(values)
     reward = _reward(values["reward"])

@@ -1,9 +1,15 @@
-"""A run folder belongs to one configuration: who comes with another is told what differs."""
+"""A run folder belongs to one configuration: who comes with another is told what differs.
+
+Seeds that share a job have a run folder each.
+"""
 
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 from grpo_jax.types import TrainingError
 
@@ -37,6 +43,22 @@ def claim(folder: Path, config: dict[str, Any]) -> None:
     part = path.with_suffix(".tmp")
     part.write_text(json.dumps(config, indent=1))
     os.replace(part, path)
+
+
+def seed_folder(job: Path, seed: int) -> Path:
+    """`job`/seed=N, with Hydra's record as a run of that seed alone has it: what reads run folders
+    needn't know of jobs."""
+    folder = job / f"seed={seed}"
+    folder.mkdir(exist_ok=True)
+    if (job / ".hydra").is_dir():
+        shutil.copytree(job / ".hydra", folder / ".hydra", dirs_exist_ok=True)
+        own = {"seed": seed, "seeds_per_job": 1}
+        config, overrides = (folder / ".hydra" / f"{name}.yaml" for name in ("config", "overrides"))
+        config.write_text(yaml.safe_dump(yaml.safe_load(config.read_text()) | own, sort_keys=False))
+        words = yaml.safe_load(overrides.read_text())
+        words = [word for word in words if word.partition("=")[0].lstrip("+") not in own]
+        overrides.write_text(yaml.safe_dump([*words, f"seed={seed}"]))
+    return folder
 
 
 def flat(tree: Any, prefix: str = "") -> dict[str, Any]:

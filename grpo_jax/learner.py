@@ -6,6 +6,7 @@ even under a rule that compares its rows.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 
 import jax
@@ -15,8 +16,10 @@ import optax
 from jax import lax
 from jaxtyping import Array, Int
 
+from grpo_jax.knobs import knobs, with_knobs
 from grpo_jax.loss import policy_loss
 from grpo_jax.models.llama import Model
+from grpo_jax.optim import Optimizer
 from grpo_jax.policy import PolicySettings, TokenStats, cut, stats_by_parts, token_stats, whole
 from grpo_jax.rules import asks
 from grpo_jax.types import Algorithm, Batch, Params, TrainState
@@ -24,15 +27,39 @@ from grpo_jax.types import Algorithm, Batch, Params, TrainState
 UPDATE = 2  # stream of the run's root key, for rules that draw at random (the rollout's is 1)
 
 
+@dataclass(frozen=True)
+class Update:
+    """An optimizer step. Its program takes every number that is no structure as an argument."""
+
+    program: jax.stages.Wrapped
+    knobs: dict[str, float]  # the algorithm's
+    numbers: Callable  # the optimizer's, given its state
+
+    def __call__(
+        self, state: TrainState, batch: Batch, rows, entropy_coef=None, reference=None, base=None
+    ) -> tuple[TrainState, dict[str, Array]]:
+        given = state, batch, rows, entropy_coef, reference, base
+        return self.program(*given, self.knobs, self.numbers(state.opt_state))
+
+    def lower(
+        self, state: TrainState, batch: Batch, rows, entropy_coef=None, reference=None, base=None
+    ) -> jax.stages.Lowered:
+        """The program that a call with arrays of these shapes runs, not compiled."""
+        given = state, batch, rows, entropy_coef, reference, base
+        numbers = jax.eval_shape(self.numbers, state.opt_state)
+        return self.program.lower(*given, self.knobs, numbers)
+
+
 def make_update(
     algorithm: Algorithm,
     model: Model,
-    optimizer: optax.GradientTransformation,
+    optimizer: optax.GradientTransformation | Optimizer,
     settings: PolicySettings,
     group: int = 1,
-) -> Callable[..., tuple[TrainState, dict[str, Array]]]:
-    """Jitted (state, batch, rows, entropy_coef=None, reference=None, base=None) -> (state,
-    metrics): one optimizer step on those rows.
+    jit: Callable = jax.jit,
+) -> Update:
+    """(state, batch, rows, entropy_coef=None, reference=None, base=None) -> (state, metrics): one
+    optimizer step on those rows, jitted.
 
     `rows` i32[b] index the batch, `group` of one prompt after the other (1: of any).
     `entropy_coef` is the bonus's at this step (None: the algorithm's). `reference` holds the
@@ -43,11 +70,14 @@ def make_update(
     `state` is donated. A step whose loss or gradient is not finite leaves parameters and optimizer
     as they were and says so in metrics["nonfinite"]; so does one with no token to learn from
     (metrics["empty"]), since Adam would move on momentum alone.
-    """
-    gradient = make_gradient(algorithm, model, settings, group)
 
-    @partial(jax.jit, donate_argnums=0)
-    def update(state: TrainState, batch: Batch, rows, entropy_coef=None, reference=None, base=None):
+    The algorithm's numbers (`knobs.py`) and the optimizer's are arguments of the program, so that
+    one is compiled for all of them. `jit`: what makes it, as `jax.jit` does.
+    """
+
+    @partial(jit, donate_argnums=0)
+    def update(state: TrainState, batch: Batch, rows, entropy_coef, reference, base, free, numbers):
+        gradient = make_gradient(with_knobs(algorithm, free), model, settings, group)
         batch = jax.tree.map(lambda a: a[rows], batch)
         if state.reference is not None:
             reference = whole(base, state.reference)
@@ -56,7 +86,7 @@ def make_update(
         norm = optax.tree.norm(grad)
         finite = jnp.isfinite(value) & jnp.isfinite(norm)
         empty = sums["tokens"] == 0
-        steps, opt_state = optimizer.update(grad, state.opt_state, state.trainable)
+        steps, opt_state = optimizer.update(grad, state.opt_state, state.trainable, **numbers)
         trainable = optax.apply_updates(state.trainable, steps)
         new, old = (trainable, opt_state), (state.trainable, state.opt_state)
         trainable, opt_state = jax.tree.map(partial(jnp.where, finite & ~empty), new, old)
@@ -64,7 +94,8 @@ def make_update(
         new_state = TrainState(trainable, opt_state, state.step + 1, state.key, state.reference)
         return new_state, metrics
 
-    return update
+    numbers = optimizer.numbers if isinstance(optimizer, Optimizer) else lambda opt_state: {}
+    return Update(update, knobs(algorithm), numbers)
 
 
 def make_gradient(
@@ -85,8 +116,14 @@ def make_gradient(
         weight = algorithm.aggregation(mask, batch.group)
         ahead = partial(forward, base, reference)
         value = partial(loss, algorithm, entropy_coef, key)
-        how = _all_rows_at_once if algorithm.sees_all_rows else _part_by_part
+        how = _all_rows_at_once if algorithm.sees_all_rows else partial(_part_by_part, live)
         return how(ahead, value, settings, trainable, batch, mask, weight)
+
+    def live(batch: Batch, mask) -> Array | None:
+        if not settings.skip_silent:
+            return None
+        signal = mask & (batch.advantage != 0)[:, None] if algorithm.silent_when_tied else mask
+        return signal.any()
 
     return gradient
 
@@ -109,21 +146,44 @@ def loss(algorithm: Algorithm, entropy_coef, key, stats: TokenStats, batch: Batc
     )
 
 
-def _part_by_part(forward, loss, settings: PolicySettings, params: Params, batch: Batch, *rest):
-    """Forward, loss and backward of one micro-batch after the other."""
+def _part_by_part(
+    live, forward, loss, settings: PolicySettings, params: Params, batch: Batch, *rest
+):
+    """Forward, loss and backward of one micro-batch after the other. A silent one, of which `live`
+    says False, is nothing but its tokens in `sums["tokens"]`; `sums["seen"]` counts the others'."""
 
     def of(params, batch, *rest):
-        return loss(forward(params, batch.rollout), batch, *rest)
+        value, sums = loss(forward(params, batch.rollout), batch, *rest)
+        return value, sums | {"seen": sums["tokens"]}
+
+    def whole_of(batch, mask, *rest):
+        (value, sums), grad = jax.value_and_grad(of, has_aux=True)(params, batch, mask, *rest)
+        return value, sums, grad
+
+    def silent(batch, mask, *rest):
+        value, sums, grad = nothing()
+        tokens = mask.sum().astype(sums["tokens"].dtype)
+        return value, sums | {"tokens": tokens, "selected": tokens}, grad
+
+    def one(batch, mask, *rest):
+        is_live = live(batch, mask)
+        if is_live is None:
+            return whole_of(batch, mask, *rest)
+        return lax.cond(is_live, whole_of, silent, batch, mask, *rest)
 
     def add(total, micro):
-        (value, sums), grad = jax.value_and_grad(of, has_aux=True)(params, *micro)
-        return jax.tree.map(jnp.add, total, (value, sums, grad)), None
+        return jax.tree.map(jnp.add, total, one(*micro)), None
 
     micro = cut((batch, *rest), settings.micro_batch_rows)
     first = jax.tree.map(lambda a: a[0], micro)
-    (value, sums), grad = jax.eval_shape(jax.value_and_grad(of, has_aux=True), params, *first)
-    zero = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), (value, sums, grad))
-    return lax.scan(add, zero, micro)[0]
+    shapes = jax.eval_shape(whole_of, *first)
+
+    def nothing():  # made where it is needed: as a constant it would be one gradient more in memory
+        return jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), shapes)
+
+    if len(micro[1]) == 1:  # nothing to add up, which takes two more copies of the gradient
+        return one(*first)
+    return lax.scan(add, nothing(), micro)[0]
 
 
 def _all_rows_at_once(forward, loss, settings: PolicySettings, params: Params, batch: Batch, *rest):
@@ -140,7 +200,7 @@ def _all_rows_at_once(forward, loss, settings: PolicySettings, params: Params, b
 
     zero = jax.tree.map(jnp.zeros_like, params)
     grad, _ = lax.scan(add, zero, cut((batch.rollout, pull), settings.micro_batch_rows))
-    return value, sums, grad
+    return value, sums | {"seen": sums["tokens"]}, grad
 
 
 def _metrics(algorithm: Algorithm, value, norm, sums: dict[str, Array]) -> dict[str, Array]:
@@ -151,7 +211,7 @@ def _metrics(algorithm: Algorithm, value, norm, sums: dict[str, Array]) -> dict[
         "grad_norm": norm,
         "clip_ratio/low_mean": sums["clip_low"] / tokens,
         "clip_ratio/high_mean": sums["clip_high"] / tokens,
-        "ratio_mean": sums["ratio"] / tokens,
+        "ratio_mean": sums["ratio"] / jnp.maximum(sums["seen"], 1),
     }
     if algorithm.kl.active and algorithm.kl.where == "loss":
         metrics["kl"] = sums["kl"] / tokens

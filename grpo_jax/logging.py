@@ -170,7 +170,7 @@ def _start_wandb(folder: Path, *, resumed: bool, **settings: Any) -> Any:
         name=folder.name[:128],
         id=known,
         resume="allow" if known else None,
-        reinit="finish_previous",
+        reinit="create_new",  # beside the runs of other threads (together.py)
         # The console stays with the launcher's log: it isn't captured, and so isn't uploaded.
         settings=wandb.Settings(silent=True, console="off"),
         **settings,

@@ -1,9 +1,13 @@
 """The optimizer: clip by global norm, AdamW, a schedule with warm-up. All optax."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import optax
+from jaxtyping import Array
 
 
 @dataclass(frozen=True)
@@ -45,10 +49,22 @@ def updates_made(opt_state: optax.OptState) -> int:
     return max((int(count) for _, count in counts), default=0)
 
 
-def make_optimizer(
-    settings: OptimSettings, schedule: optax.Schedule
-) -> optax.GradientTransformation:
-    """Float32 moments whatever the gradients' dtype is."""
+class Optimizer(NamedTuple):
+    """An optax transformation, and those of its numbers that a compiled step takes as arguments:
+    another learning rate, schedule or number of steps is then no other program."""
+
+    init: Callable[[Any], Any]
+    update: Callable[..., tuple[Any, Any]]  # optax's, and `numbers` by name
+    numbers: Callable[[Any], dict[str, float | Array]]  # optimizer state -> for the next update
+
+
+def make_optimizer(settings: OptimSettings, schedule: optax.Schedule) -> Optimizer:
+    """Float32 moments whatever the gradients' dtype is.
+
+    The numbers are `lr` (f32, computed without waiting for the device), `clip_norm`, and
+    `weight_decay` unless it is 0. Left out, an update has them as constants. b1, b2 and eps always
+    are: 1 - b2 has few right digits in float32.
+    """
 
     def matrices(params):
         # by name: a stacked norm scale is [L, D]; only what a dot contracts is decayed
@@ -57,14 +73,31 @@ def make_optimizer(
 
         return jax.tree_util.tree_map_with_path(is_matrix, params)
 
-    return optax.chain(
-        optax.clip_by_global_norm(settings.clip_norm),
-        optax.adamw(
-            schedule,
-            b1=settings.b1,
-            b2=settings.b2,
-            eps=settings.eps,
-            weight_decay=settings.weight_decay,
-            mask=matrices,
-        ),
-    )
+    def chain(lr: optax.Schedule, clip_norm, weight_decay=0.0) -> optax.GradientTransformation:
+        return optax.chain(
+            optax.clip_by_global_norm(clip_norm),
+            optax.adamw(
+                lr,
+                b1=settings.b1,
+                b2=settings.b2,
+                eps=settings.eps,
+                weight_decay=weight_decay,
+                mask=matrices,
+            ),
+        )
+
+    fixed = {"clip_norm": settings.clip_norm}
+    if settings.weight_decay:
+        fixed["weight_decay"] = settings.weight_decay
+    plain = chain(schedule, **fixed)
+
+    def update(gradient, state, params=None, *, lr=None, **numbers):
+        if lr is None:
+            return plain.update(gradient, state, params)
+        return chain(lambda count: lr, **numbers).update(gradient, state, params)
+
+    def numbers(state) -> dict[str, float | Array]:
+        count = state[1][-1].count  # the schedule's own: of updates that were made, not skipped
+        return {"lr": jnp.asarray(schedule(count), jnp.float32), **fixed}
+
+    return Optimizer(plain.init, update, numbers)

@@ -25,6 +25,7 @@ class PolicySettings:
     micro_batch_rows: int  # rows in one forward and backward pass, at most
     vocab_chunk: int  # vocabulary entries whose logits exist at one time
     share_prompts: bool = True  # compute a prompt once for the rows of its group in a micro-batch
+    skip_silent: bool = True  # no pass over a micro-batch that can't have a gradient
 
 
 @jax.tree_util.register_dataclass
@@ -81,7 +82,7 @@ def _last_layer(
         tokens = jnp.concatenate([rollout.prompt, rollout.completion], 1)
         mask = jnp.concatenate([rollout.prompt_mask, rollout.mask], 1)
         hidden = model.hidden(params, tokens, mask)[:, -T - 1 : -1]
-    return hidden.reshape(B * T, -1), model.head(params).astype(hidden.dtype)
+    return hidden.reshape(B * T, -1), model.head(params)
 
 
 def sequence_logprobs(
@@ -92,11 +93,11 @@ def sequence_logprobs(
     return stats.logp, stats.entropy
 
 
-def make_logprobs(model: Model, settings: PolicySettings) -> Callable:
+def make_logprobs(model: Model, settings: PolicySettings, jit: Callable = jax.jit) -> Callable:
     """Jitted (params, rollout, group=1) -> (logp [B,T], entropy [B,T]), a micro-batch at a time;
-    `group` as in `token_stats`."""
+    `group` as in `token_stats`. `jit`: what makes the program, as `jax.jit` does."""
 
-    @partial(jax.jit, static_argnums=2)
+    @partial(jit, static_argnums=2)
     def logprobs(params: Params, rollout: Rollout, group: int = 1):
         forward = partial(token_stats, model, settings, params, group=group)
         stats = stats_by_parts(forward, settings, rollout)
@@ -105,11 +106,11 @@ def make_logprobs(model: Model, settings: PolicySettings) -> Callable:
     return logprobs
 
 
-def make_exact_kl(model: Model, settings: PolicySettings) -> Callable:
+def make_exact_kl(model: Model, settings: PolicySettings, jit: Callable = jax.jit) -> Callable:
     """Jitted (params, reference, rollout, group=1) -> full-vocabulary KL(policy || reference)
-    [B,T]; `group` as in `token_stats`."""
+    [B,T]; `group` and `jit` as in `make_logprobs`."""
 
-    @partial(jax.jit, static_argnums=3)
+    @partial(jit, static_argnums=3)
     def exact_kl(params: Params, reference: Params, rollout: Rollout, group: int = 1):
         forward = partial(token_stats, model, settings, params, reference=reference, group=group)
         return stats_by_parts(forward, settings, rollout).exact_kl

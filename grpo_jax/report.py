@@ -171,11 +171,13 @@ def load_sweep(folder: Path, *, partial: bool = False) -> Sweep:
 
 
 def find_runs(folder: Path) -> Iterator[Path]:
-    """Folders with `.hydra/config.yaml` or `metrics.jsonl`; nothing inside a run is looked at."""
+    """Folders with `.hydra/config.yaml` or `metrics.jsonl`; nothing inside a run is looked at. A
+    job of several seeds (`seeds_per_job`) is no run, but has one for each."""
     for path, subfolders, files in os.walk(folder):
         if "metrics.jsonl" in files or Path(path, ".hydra", "config.yaml").is_file():
-            subfolders.clear()
-            yield Path(path)
+            subfolders[:] = [name for name in subfolders if name.startswith("seed=")]
+            if not subfolders:
+                yield Path(path)
 
 
 def load_run(path: Path, root: Path) -> Run:

@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -22,6 +22,7 @@ from grpo_jax.models import lora
 from grpo_jax.optim import updates_made
 from grpo_jax.policy import whole
 from grpo_jax.rollout import Collection
+from grpo_jax.screen import say
 from grpo_jax.tasks.agreement import mismatch
 from grpo_jax.types import Batch, Params, TrainingError, TrainState
 
@@ -32,19 +33,20 @@ TOLD = ("eval/accuracy", "eval/greedy_accuracy", "exact/probability", "probe/for
 TOLD_SAMPLES = 4
 
 
-def train(run: Run) -> dict[str, float]:
+def train(run: Run, jit: Callable = jax.jit) -> dict[str, float]:
     """Train, evaluate, log, save -> the last evaluation's metrics.
 
     A run folder that is already complete is left as it is, and one with checkpoints is resumed
-    (`checkpoint.resume=auto`). Raises TrainingError where the user can do something about it.
+    (`checkpoint.resume=auto`). `jit` makes the programs, as `jax.jit` does (`together.py`). Raises
+    TrainingError where the user can do something about it.
     """
     # LOAD: task, tokenizer, model, first parameters (a warm start is cached)
     claim(run.folder, run.config)
-    finished = _finished(run)
-    if finished is not None:
-        tqdm.write(f"complete already, nothing to do: {run.folder}")
-        return finished
-    work = assemble(run)
+    already = finished(run)
+    if already is not None:
+        say(f"complete already, nothing to do: {run.folder}")
+        return already
+    work = assemble(run, jit)
     sizes = _sizes(work)
     final: dict[str, float] | None = None
     with _records(run, work) as out:
@@ -175,7 +177,7 @@ def _sizes(work: Work) -> dict[str, float]:
     trained = lora.count(work.state.trainable)
     total = trained + (0 if work.base is None else lora.count(work.base))
     share = f"{100 * trained / total:.2f} %"
-    tqdm.write(f"trainable parameters: {trained:,} of {total:,} ({share})")
+    say(f"trainable parameters: {trained:,} of {total:,} ({share})")
     return {"parameters/trainable": float(trained), "parameters/total": float(total)}
 
 
@@ -195,7 +197,7 @@ def _loop(work: Work, out: _Records, position: int) -> dict[str, Any]:
     }
 
 
-def _finished(run: Run) -> dict[str, float] | None:
+def finished(run: Run) -> dict[str, float] | None:
     """The final metrics of a run folder that is complete for these settings."""
     path = run.folder / "DONE.json"
     if run.checkpoint.resume != "auto" or not path.exists():
@@ -212,11 +214,11 @@ def _evaluate(
     out.logger.completions(step, rows)
     if tell is not None:
         numbers = [f"{name} {metrics[name]:.3f}" for name in TOLD if name in metrics]
-        tqdm.write(f"{tell}: {', '.join(numbers)}")
+        say(f"{tell}: {', '.join(numbers)}")
         for row in rows[:TOLD_SAMPLES]:
             # repr: what a model writes may hold control characters
             prompt, text = repr(row["prompt"][-40:]), repr(row["completion"][:80])
-            tqdm.write(f"  {prompt} -> {text}  (answer {row['answer']}, reward {row['reward']:g})")
+            say(f"  {prompt} -> {text}  (answer {row['answer']}, reward {row['reward']:g})")
     return metrics
 
 
@@ -225,14 +227,14 @@ def _data_metrics(work: Work) -> dict[str, float]:
     counts = {f"data/dropped/{reason}": float(n) for reason, n in work.task.dropped.items()}
     if any(counts.values()):
         left_out = ", ".join(f"{n} {reason}" for reason, n in work.task.dropped.items() if n)
-        tqdm.write(f"task {work.task.name}: left out at load: {left_out}")
+        say(f"task {work.task.name}: left out at load: {left_out}")
     told = mismatch(work.task, work.collector.parts)
     if told is not None:
-        tqdm.write(f"note: {told}")
+        say(f"note: {told}")
     if work.task.train_size is not None:
         counts["data/train_prompts"] = float(work.task.train_size)
         if work.task.train_size < work.collector.settings.prompts:
-            tqdm.write(
+            say(
                 f"note: {work.task.train_size} training prompts are fewer than a step takes "
                 f"({work.collector.settings.prompts}): some come twice in one batch"
             )

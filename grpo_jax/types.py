@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from grpo_jax.rules import asks, call, sees_all_rows
+from grpo_jax.rules import asks, call, proportional, sees_all_rows
 
 Leaf = Any  # jax or numpy: a rollout is scored in host memory, and trained on in the device's
 Params = dict[str, Any]  # a nested dict of arrays; everything outside models/ sees nothing else
@@ -132,6 +132,14 @@ class Algorithm:
     def needs_entropy(self) -> bool:
         """Whether the loss needs the policy's entropy at each token."""
         return self.entropy.active or asks(self.select, "entropy")
+
+    @property
+    def silent_when_tied(self) -> bool:
+        """Whether rows without an advantage can't have a gradient: no KL, no bonus, and an
+        objective that is known to be a multiple of the advantage (this project's are)."""
+        leash = self.kl.active and self.kl.where == "loss"
+        known = proportional(self.clip) and not self.needs_entropy
+        return known and not leash and not self.sees_all_rows
 
     @property
     def sees_all_rows(self) -> bool:

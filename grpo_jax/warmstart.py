@@ -9,6 +9,7 @@ import hashlib
 import inspect
 import json
 import os
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -18,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 from tqdm import tqdm
 
@@ -26,6 +28,7 @@ from grpo_jax.kernels.logprobs import token_logprobs
 from grpo_jax.models.llama import Model
 from grpo_jax.optim import OptimSettings, make_optimizer, make_schedule
 from grpo_jax.policy import PolicySettings, sequence_logprobs
+from grpo_jax.screen import say
 from grpo_jax.tasks.base import Task, prompt_ids
 from grpo_jax.tokenizer import Tokenizer
 from grpo_jax.types import Params, Rollout, TrainingError
@@ -58,6 +61,7 @@ def warm_params(
     identity: dict,
     cache: Path,
     progress: bool,
+    jit: Callable = jax.jit,
 ) -> tuple[Params, bool]:
     """(parameters, whether they came from the cache). Training takes tens of seconds.
 
@@ -68,11 +72,15 @@ def warm_params(
     path = cache / "warmstart" / f"{key}.safetensors"
     if path.exists():
         return _unflatten(load_file(path)), True
-    params = _train(settings, model, task, tokenizer, prompt_slots, seed, progress)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_suffix(f".{os.getpid()}.tmp")
-    save_file(_flatten(params), part)
-    os.replace(part, path)  # jobs of a sweep may race: each writes its own file, the same content
+    params = _train(settings, model, task, tokenizer, prompt_slots, seed, progress, jit)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part = path.with_suffix(f".{os.getpid()}.tmp")
+        save_file(_flatten(params), part)
+        # jobs of a sweep may race: each writes its own file, the same content
+        os.replace(part, path)
+    except (OSError, SafetensorError) as error:
+        say(f"note: the warm start is not kept for the next run: {error}")
     return params, False
 
 
@@ -84,6 +92,7 @@ def _train(
     prompt_slots: int,
     seed: int,
     progress: bool,
+    jit: Callable,
 ) -> Params:
     if task.demonstrate is None:
         raise TrainingError(f"task {task.name!r} has no demonstrations: use warmstart=none")
@@ -106,7 +115,7 @@ def _train(
         temperature=1.0, micro_batch_rows=settings.batch, vocab_chunk=model.config.vocab_size
     )
 
-    @partial(jax.jit, donate_argnums=(0, 1))
+    @partial(jit, donate_argnums=(0, 1))
     def update(params, opt_state, rollout):
         def loss(params):
             logp, _ = sequence_logprobs(model, learner, params, rollout)

@@ -11,7 +11,6 @@ import sys
 from pathlib import Path
 
 import hydra
-import jax
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import CompactHydraException
 from hydra.types import RunMode
@@ -20,6 +19,7 @@ from omegaconf import DictConfig
 from grpo_jax.benchmark_config import make_benchmark
 from grpo_jax.benchmark_run import RESULT, evaluate
 from grpo_jax.check import ConfigError
+from grpo_jax.compiled import keep_compiled
 from grpo_jax.config import check_choices
 from grpo_jax.logging import write_failed
 from grpo_jax.types import TrainingError
@@ -28,8 +28,9 @@ from grpo_jax.types import TrainingError
 def prepare_process(cache: Path) -> None:
     """The next evaluation of a model of this shape finds its programs compiled; libraries stay
     quiet."""
-    jax.config.update("jax_compilation_cache_dir", str(cache / "xla"))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
+    problem = keep_compiled(cache / "xla")
+    if problem is not None:
+        print(f"note: {problem}")
     for library in ("absl", "datasets"):
         logging.getLogger(library).setLevel(logging.WARNING)
 

@@ -18,12 +18,10 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-import jax
-
 from grpo_jax import recording, replay_report, variants
-from grpo_jax.assemble import load_base
+from grpo_jax.assemble import build_model, load_base
 from grpo_jax.check import ConfigError
-from grpo_jax.models import llama
+from grpo_jax.compiled import keep_compiled
 from grpo_jax.policy import PolicySettings
 from grpo_jax.recording import RecordingError
 from grpo_jax.replay import ReplayError, refuse, replay
@@ -32,8 +30,9 @@ from grpo_jax.types import TrainingError
 
 def prepare_process(cache: Path) -> None:
     """The next replay of a model of this shape finds its programs compiled."""
-    jax.config.update("jax_compilation_cache_dir", str(cache / "xla"))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
+    problem = keep_compiled(cache / "xla")
+    if problem is not None:
+        print(f"note: {problem}")
 
 
 def run(path: Path, step: int | None, at: str, out: Path | None, specs: Sequence[str]) -> None:
@@ -53,12 +52,7 @@ def run(path: Path, step: int | None, at: str, out: Path | None, specs: Sequence
     result = replay(
         recorded,
         objectives,
-        llama.build(
-            recorded.shape,
-            dtype=own.model.dtype,
-            remat=own.model.remat,
-            lora_scale=own.lora.scale,
-        ),
+        build_model(own.model, recorded.shape, own.lora.scale),
         PolicySettings(
             temperature=own.rollout.temperature,
             micro_batch_rows=own.train.micro_batch_rows,

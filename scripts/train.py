@@ -1,5 +1,8 @@
 """Train: `python scripts/train.py [key=value ...]`; `-m` sweeps. Defaults: conf/train.yaml.
 
+`seeds_per_job=8` trains 8 seeds side by side, each with a run folder of its own (seed=N) in the
+job's; called again with the same folder, it goes on with those that aren't complete.
+
 `plan=true` prints what the run would need (memory, FLOPs, an estimate of its time) and stops.
 
 A function of your own is named by its import path, from the installed packages or the current
@@ -17,18 +20,23 @@ from hydra.errors import CompactHydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from grpo_jax.check import ConfigError, announce
-from grpo_jax.config import check_choices, make_run
+from grpo_jax.announce import announce
+from grpo_jax.check import ConfigError
+from grpo_jax.compiled import keep_compiled
+from grpo_jax.config import check_choices, make_runs
+from grpo_jax.folder import seed_folder
 from grpo_jax.logging import write_failed
 from grpo_jax.plan.report import report
+from grpo_jax.together import train_together
 from grpo_jax.trainer import train
 from grpo_jax.types import TrainingError
 
 
 def prepare_process(cache: Path) -> None:
     """Job 2 of a sweep, and the next run, find their programs compiled; libraries stay quiet."""
-    jax.config.update("jax_compilation_cache_dir", str(cache / "xla"))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
+    problem = keep_compiled(cache / "xla")
+    if problem is not None:
+        print(f"note: {problem}")
     for library in ("absl", "datasets"):  # the first is orbax, which narrates every save
         logging.getLogger(library).setLevel(logging.WARNING)
 
@@ -39,7 +47,8 @@ def main(config: DictConfig) -> None:
     if str(Path.cwd()) not in sys.path:
         sys.path.append(str(Path.cwd()))  # last: a folder `datasets/` here hides no package
     try:
-        run = make_run(config, folder)
+        runs = make_runs(config, folder)
+        run = runs[0]
         for line in announce(run):
             print(f"note: {line}")
         if run.plan is not None:
@@ -47,7 +56,13 @@ def main(config: DictConfig) -> None:
             print(report(run, run.plan))
             return
         prepare_process(run.cache)
-        train(run)
+        if len(runs) == 1:
+            train(run)
+        else:
+            for run in runs:
+                seed_folder(folder, run.seed)
+            train_together(runs)
+            (folder / "FAILED.json").unlink(missing_ok=True)  # of an earlier attempt
     except BaseException as error:
         write_failed(folder, error)
         if not isinstance(error, ConfigError | TrainingError):

@@ -60,6 +60,7 @@ def bigram(dtype: str = "float32") -> llama.Model:
             embed(params, token),
             cache,
         ),
+        select=lambda cache, prompts: cache,
         empty_cache=lambda rows, slots: (),
         head=lambda params: params["head"]["embedding"],
     )

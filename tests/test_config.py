@@ -12,7 +12,8 @@ import yaml
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf
 
-from grpo_jax.check import ConfigError, announce
+from grpo_jax.announce import announce
+from grpo_jax.check import ConfigError
 from grpo_jax.config import (
     AXES,
     CONF,

@@ -37,7 +37,7 @@ ACROSS_ROWS = {  # the rules with constants that make them act on a small batch
 }
 AT_RANDOM = {"clip_cov_some": ("clip=clip_cov", "clip.share=0.1", "clip.covariance_low=0.3")}
 RULES = {name: (f"aggregation={name}",) for name in AGGREGATIONS} | ACROSS_ROWS
-ALL = RULES | AT_RANDOM  # a draw belongs to a place: another order or width, another draw
+ALL = RULES | AT_RANDOM  # a draw belongs to a row's place: another order, another draw
 KEY = jax.random.key(5)
 CLOSE = 2e-6  # float32, of the largest entry
 
@@ -190,7 +190,7 @@ def padded(slots=3):
     return of(wider)
 
 
-@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("name", ALL)
 def test_padding_makes_no_difference(name):
     assert gap(padded()[name], whole()[name]) < CLOSE
 

@@ -15,10 +15,11 @@ PACKAGE = ROOT / "grpo_jax"
 # A module or folder imports only from rows above its own, and from its own folder.
 LAYERS = (
     {"rules"},
-    {"types"},
-    {"kernels", "rewards", "stats", "metrics"},
+    {"types", "screen"},
+    {"kernels", "rewards", "stats", "metrics", "compiled"},
     {"models", "tasks", "tokenizer", "sharding"},
-    {"generate", "loss", "optim", "policy", "answers"},
+    {"refill"},
+    {"generate", "loss", "optim", "policy", "knobs", "passes", "answers"},
     {
         "learner",
         "rollout",
@@ -33,8 +34,8 @@ LAYERS = (
         "benchmark",
     },
     {"assemble", "recording", "benchmark_report"},
-    {"trainer", "check", "replay", "plan", "benchmark_run"},
-    {"typed", "replay_report"},
+    {"trainer", "check", "replay", "plan", "timing", "benchmark_run"},
+    {"typed", "replay_report", "announce", "together"},
     {"config"},
     {"variants", "benchmark_config"},
 )

@@ -12,8 +12,9 @@ import optax
 import pytest
 
 from grpo_jax import assemble, checkpoint, recording, trainer
+from grpo_jax.announce import announce
 from grpo_jax.assemble import load_base
-from grpo_jax.check import ConfigError, announce
+from grpo_jax.check import ConfigError
 from grpo_jax.learner import make_gradient, make_update
 from grpo_jax.logging import RunLogger
 from grpo_jax.models import lora

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from omegaconf import OmegaConf
 
-from grpo_jax.check import announce
+from grpo_jax.announce import announce
 from grpo_jax.config import AXES, CONF, SECTIONS, make_algorithm
 from grpo_jax.kernels import clip, scale
 from grpo_jax.rewards.combine import RewardPart

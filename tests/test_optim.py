@@ -8,7 +8,8 @@ import numpy as np
 import optax
 import pytest
 
-from grpo_jax.optim import OptimSettings, make_optimizer, make_schedule
+from grpo_jax.optim import OptimSettings, make_optimizer, make_schedule, updates_made
+from tests.fixtures import assert_trees_equal
 
 PLAIN = OptimSettings(
     lr=0.1,
@@ -116,3 +117,34 @@ def test_decay_rates_of_the_moments():
     _, state = one_step(0.01, b1=0.5, b2=0.5)
     np.testing.assert_allclose(optax.tree.get(state, "mu")["norm"]["scale"], 0.005, rtol=1e-5)
     np.testing.assert_allclose(optax.tree.get(state, "nu")["norm"]["scale"], 5e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"schedule": "linear", "warmup_updates": 2},
+        {"schedule": "cosine", "weight_decay": 0.1, "clip_norm": 0.05},
+    ],
+)
+def test_numbers_as_arguments_do_what_constants_do(changes):
+    settings = replace(PLAIN, **changes)
+    schedule = make_schedule(settings, 4)
+    optimizer = make_optimizer(settings, schedule)
+    plain = jax.jit(lambda g, s, p: optimizer.update(g, s, p))
+    free = jax.jit(lambda g, s, p, numbers: optimizer.update(g, s, p, **numbers))
+    state = other = optimizer.init(params())
+    for count in range(5):
+        gradient = jax.tree.map(lambda p, n=count: jnp.sin(p + n), params())
+        numbers = optimizer.numbers(other)
+        assert numbers["lr"] == np.float32(schedule(count))
+        steps, state = plain(gradient, state, params())
+        moves, other = free(gradient, other, params(), numbers)
+        assert_trees_equal((moves, other), (steps, state))
+    assert updates_made(other) == 5
+    # and each of them acts
+    before = free(gradient, other, params(), numbers)
+    for name, value in numbers.items():
+        after = free(gradient, other, params(), numbers | {name: value / 2})
+        moved = jax.tree.map(lambda a, b: bool((a != b).any()), before, after)
+        assert any(jax.tree.leaves(moved)), name

@@ -14,7 +14,8 @@ import pytest
 from jax import lax
 
 from grpo_jax import assemble
-from grpo_jax.check import ConfigError, announce
+from grpo_jax.announce import announce
+from grpo_jax.check import ConfigError
 from grpo_jax.generate import generate
 from grpo_jax.learner import make_update
 from grpo_jax.models import hf, llama
@@ -176,9 +177,36 @@ def test_the_default_run_has_the_bytes_of_its_real_arrays():
     optimizer = make_optimizer(run.optim, make_schedule(run.optim, 1))
     assert size(made.trainable) == size(made.reference) == real(params) == 4 * 103_936
     assert size(made.state.opt_state) == real(jax.jit(optimizer.init)(params))
-    prompt, answers = made.cache
+    prompt, copies, answers = made.cache
+    assert size(copies) == 0
     assert size(answers) == real(llama.build(run.model.shape).empty_cache(128, 48))
     assert size(prompt) == 16 * 18 * (2 * 2 * 2 * 16 * 4)  # layers, k and v, heads, h, float32
+
+
+def test_slots_bound_the_answers_cache():
+    plain, fewer = Programs(run_of(*TINY), 1), Programs(run_of(*TINY, "rollout.slots=48"), 1)
+    prompt, copies, answers = map(size, fewer.cache)
+    assert prompt == size(plain.cache[0]) and copies == 3 * prompt  # 16 prompts, 48 slots
+    assert answers * 128 == size(plain.cache[2]) * 48
+    assert fewer.decode_steps == 3 * plain.decode_steps == 3 * 48  # 128 rows in 48 slots
+    # steps of 48 slots, three times as many; a last token is decoded too
+    more = fewer.rollout_cost().flops / plain.rollout_cost().flops
+    assert 48 * 3 / 128 < more < 48 * 3 / 128 * 48 / 47
+    assert Programs(run_of(*TINY, "rollout.slots=48"), 4).slots == 12
+    assert Programs(run_of(*TINY, "rollout.slots=500"), 1).slots == 128
+
+
+def test_a_rollout_in_slots_is_planned():
+    plain, fewer = plan_of(*ARTICLE), plan_of(*ARTICLE, "rollout.slots=2")
+    rollout, h100 = fewer.phases[0], DEVICES["h100"]
+    memory = fewer.memory
+    assert memory.prompt_copies == 2 * memory.prompt_cache
+    assert memory.answer_cache * 3 == plain.memory.answer_cache
+    saved = plain.memory.answer_cache - memory.answer_cache - memory.prompt_copies
+    assert plain.phases[0].cost.bytes - rollout.cost.bytes == pytest.approx(saved, rel=0.02)
+    read = memory.base + memory.masters + memory.prompt_copies + memory.answer_cache
+    assert seconds(fewer, rollout, h100) == pytest.approx(3 * 768 * read / (0.5 * 3.35e12))
+    assert "their copies" in text_of(fewer, ()) and "their copies" not in text_of(plain, ())
 
 
 def real(tree):
@@ -213,7 +241,8 @@ def ratios(run, names=("update", "log-probs", "rollout")):
     p = Programs(run, 1)
     optimizer = make_optimizer(run.optim, make_schedule(run.optim, 1))
     update = make_update(run.algorithm, p.model, optimizer, p.settings)
-    sample = partial(generate, p.model, sampling_params=run.rollout.sampling, eos_ids=(0,))
+    how = {"sampling_params": run.rollout.sampling, "eos_ids": (0,), "slots": p.slots}
+    sample = partial(generate, p.model, **how)
     prompts = jax.ShapeDtypeStruct((p.prompts, run.rollout.max_prompt_length), jnp.int32)
     mask = jax.ShapeDtypeStruct(prompts.shape, jnp.bool_)
     rows = partial(jax.ShapeDtypeStruct, dtype=jnp.int32)

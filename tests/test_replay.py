@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from grpo_jax import recording
-from grpo_jax.answers import Answers
+from grpo_jax.answers import Answers, RolloutSettings
 from grpo_jax.kernels import baseline, clip, filter, kl, scale, select, shaping, truncation
 from grpo_jax.learner import make_gradient
 from grpo_jax.loss import policy_loss
@@ -60,7 +60,10 @@ def some_answers():
     rng = np.random.default_rng(5)
     rollout = jax.tree.map(np.asarray, fixtures.make_batch(N, G, seed=2).rollout)
     rollout = replace(
-        rollout, version=np.full(N * G, STEP, np.int32), truncated=np.arange(N * G) == 5
+        rollout,
+        prompt=rollout.prompt[::G].repeat(G, 0),  # one for each group, as the collector promises
+        version=np.full(N * G, STEP, np.int32),
+        truncated=np.arange(N * G) == 5,
     )
     correct = np.array([[1, 1, 1, 1], [0, 0, 0, 0], [1, 0, 0, 0], [1, np.nan, 1, 0]], np.float32)
     parts = {"correct": correct.reshape(-1), "style": rng.uniform(size=N * G).astype(np.float32)}
@@ -178,14 +181,15 @@ def test_the_batch_is_the_one_a_run_would_make(recorded, passes, name):
         tokenizer=None,
         sampler=None,
         parts=[RewardPart(n, len, weight) for n, weight in WEIGHTS.items()],
-        settings=None,
+        settings=RolloutSettings(N, G, 3, 6, 1.0, 1.0, 0),
         logprobs=make_logprobs(model, SETTINGS),
         exact_kl=make_exact_kl(model, SETTINGS),
         seed=0,
     )
     answers = recorded.answers
     weights = [passes.params(n) for n in ("before", "reference")]
-    wanted, *_ = collector._batch(*weights, answers, collector._keep(answers), STEP)
+    known = collector._start(*weights, answers.rollout)
+    wanted, _ = collector._batch(known, answers, collector._keep(answers), STEP)
     assert_trees_equal(batch_for(passes, algorithm), wanted, atol=1e-5, rtol=1e-5)
     assert np.abs(wanted.advantage).sum() > 1
 

@@ -294,6 +294,24 @@ def test_twenty_steps_on_three_prompts_compile_nothing_after_the_first(
     assert table[-1]["position"] == sum(4 * row["filter/rounds"] for row in table)
 
 
+def test_another_job_of_a_sweep_compiles_nothing(whole, tmp_path):
+    """With the first one's programs on disk; what a process has in memory goes with it."""
+    missed = []
+
+    def listen(event, **details):
+        if event.endswith("/cache_misses"):
+            missed.append(event)
+
+    jax.clear_caches()
+    jax.monitoring.register_event_listener(listen)
+    numbers = ("seed=3", "kl.coef=0.001", "clip.low=0.1", "clip.high=0.5", "scale.eps=1e-3")
+    optim = ("optim.lr=1e-3", "optim.warmup_updates=1", "optim.clip_norm=0.3")
+    launch(tmp_path / "run", *numbers, *optim, "train.steps=2", "eval.every=0")
+    jax.monitoring.unregister_event_listener(listen)
+    assert missed == []
+    assert rows(tmp_path / "run")[1]["loss"] != rows(whole[0])[1]["loss"]
+
+
 def test_a_run_for_wandb_leaves_an_offline_folder(tmp_path):
     launch(tmp_path / "run", "logger=wandb", "logger.wandb=offline", "train.steps=1")
     assert len(list((tmp_path / "run" / "wandb").glob("offline-run-*"))) == 1

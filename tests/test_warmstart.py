@@ -124,3 +124,11 @@ def test_learning_rates_of_a_warm_start():
 def test_a_task_without_demonstrations_is_refused(tmp_path):
     with pytest.raises(TrainingError, match="'stub' has no demonstrations: use warmstart=none"):
         warm(tmp_path, task=make_task())
+
+
+def test_one_that_cannot_be_kept_is_told_and_used(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("grpo_jax.warmstart._train", lambda *args: {"w": jnp.zeros(1)})
+    (tmp_path / "file").touch()
+    params, cached = warm(tmp_path / "file")
+    assert not cached and params["w"].shape == (1,)
+    assert "note: the warm start is not kept for the next run: " in capsys.readouterr().out

@@ -6,7 +6,7 @@ every figure is "at most". Evaluations are not in it.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from grpo_jax.assemble import Run
+from grpo_jax.assemble import Run, build_model
 from grpo_jax.generate import generate
 from grpo_jax.learner import make_update
 from grpo_jax.models import hf, llama, lora
@@ -71,10 +71,9 @@ class Programs:
     def model(self) -> llama.Model:
         return self._model(self.run.model.remat)
 
-    def _model(self, remat: bool) -> llama.Model:
-        settings = self.run.model
-        scale = self.run.lora.scale
-        return llama.build(shape_of(self.run), dtype=settings.dtype, remat=remat, lora_scale=scale)
+    def _model(self, remat: bool | str) -> llama.Model:
+        settings = replace(self.run.model, remat=remat)
+        return build_model(settings, shape_of(self.run), self.run.lora.scale)
 
     @cached_property
     def base(self) -> Any:
@@ -139,13 +138,27 @@ class Programs:
         most = min(self.run.train.micro_batch_rows, self.update_rows)
         return next(n for n in range(most, 0, -1) if self.update_rows % n == 0)
 
+    @property
+    def slots(self) -> int:
+        """Rows that are decoded at a time, on this device: all, or fewer (`refill.py`)."""
+        asked = self.run.rollout.slots
+        return self.rows if asked is None else min(-(-asked // self.devices), self.rows)
+
+    @property
+    def decode_steps(self) -> int:
+        """Of one rollout whose answers all take their whole budget."""
+        return -(-self.rows // self.slots) * self.run.rollout.max_completion_length
+
     @cached_property
-    def cache(self) -> Any:
-        """Keys and values: of each prompt once, and of each answer's whole budget."""
+    def cache(self) -> tuple[Any, Any, Any]:
+        """Keys and values: of each prompt once, of the prompts that slots have copies of, and of
+        the whole budget of each answer that is decoded at a time."""
         tokens, mask = self._prompts
         prompt = jax.eval_shape(self.model.prefill, self._policy, tokens, mask)[1]
-        slots = self.run.rollout.max_completion_length
-        return prompt, jax.eval_shape(partial(self.model.empty_cache, self.rows, slots))
+        copies, budget = (), self.run.rollout.max_completion_length
+        if self.slots < self.rows:
+            copies = jax.eval_shape(self.model.select, prompt, _array(jnp.int32, self.slots))
+        return prompt, copies, jax.eval_shape(partial(self.model.empty_cache, self.slots, budget))
 
     @property
     def _prompts(self) -> tuple:
@@ -158,9 +171,12 @@ class Programs:
 
     def rollout_cost(self) -> Cost:
         rollout = self.run.rollout
-        sample = partial(generate, self.model, sampling_params=rollout.sampling, eos_ids=(0,))
+        model, sampling = self.model, rollout.sampling
+        sample = partial(generate, model, sampling_params=sampling, eos_ids=(0,), slots=self.slots)
         ids = _array(jnp.int32, self.rows)
-        trips = rollout.max_completion_length - 1
+        budget = rollout.max_completion_length
+        rounds = -(-self.rows // self.slots)
+        trips = budget - 1 if rounds == 1 else (rounds, budget)
         return cost(sample, self._policy, *self._prompts, ids, _KEY, trips=trips)
 
     # ----------------------------------------------------------------------------- training
@@ -196,6 +212,7 @@ class Programs:
             train.micro_batch_rows,
             train.vocab_chunk,
             train.share_prompts,
+            skip_silent=False,  # every figure is "at most"
         )
 
     def logprobs_cost(self) -> Cost:
@@ -240,11 +257,13 @@ class Memory:
     masters: int  # float32 weights that are trained
     optimizer: int
     reference: int
-    gradients: int  # of one micro-batch; their sum over the minibatch is as large again
+    gradients: int  # of one micro-batch
+    gradient_copies: int  # 2: their sum over the minibatch is as large again
     kept_remat: int  # by the forward pass of a micro-batch, for its backward pass
     kept_plain: int  # the same with model.remat=false
     logits: int  # of one vocabulary chunk of a micro-batch, float32
     prompt_cache: int
+    prompt_copies: int  # one a slot, where fewer rows than all are decoded at a time
     answer_cache: int
     batch: int
 
@@ -273,6 +292,7 @@ class Plan:
     trained: int  # parameters
     parameters: int
     memory: Memory
+    decode_steps: int  # of one rollout, at most
     phases: tuple[Phase, ...]  # rollout, log-probs, update
 
     def peak(self, phase: Phase, room: float = 1.0) -> float:
@@ -284,7 +304,7 @@ class Plan:
         memory, share = self.memory, 1 / self.devices
         temporary = phase.cost.bytes
         if phase.name == "update":
-            whole = min(2 * memory.gradients, temporary)
+            whole = min(memory.gradient_copies * memory.gradients, temporary)
             temporary = temporary - whole + whole * share
         return memory.resident * share + phase.arguments + room * temporary
 
@@ -308,7 +328,7 @@ def make_plan(run: Run, devices: int = 1) -> Plan:
     once = programs.model.config.num_layers
     micro = -(-programs.update_rows // programs.micro_rows)
     scored = -(-programs.rows // programs.micro_rows)
-    tokens = run.rollout.max_completion_length
+    steps = programs.decode_steps
     back = 3 if run.model.remat else 2  # forward, again, backward
     return Plan(
         run=run,
@@ -317,8 +337,9 @@ def make_plan(run: Run, devices: int = 1) -> Plan:
         trained=trained,
         parameters=trained + (0 if programs.base is None else lora.count(programs.base)),
         memory=_memory(programs),
+        decode_steps=steps,
         phases=(
-            Phase("rollout", 0, rollout, once * tokens, 1),
+            Phase("rollout", 0, rollout, once * steps, 1),
             Phase("log-probs", batch, programs.logprobs_cost(), once * scored, passes),
             Phase(
                 "update",
@@ -334,17 +355,19 @@ def make_plan(run: Run, devices: int = 1) -> Plan:
 def _memory(programs: Programs) -> Memory:
     run, vocabulary = programs.run, programs.model.config.vocab_size
     width = -(-vocabulary // -(-vocabulary // run.train.vocab_chunk))  # as `token_logprobs` cuts
-    prompt, answers = programs.cache
+    prompt, copies, answers = programs.cache
     return Memory(
         base=0 if programs.base is None else size(programs.base),
         masters=size(programs.trainable),
         optimizer=size(programs.state.opt_state),
         reference=0 if programs.reference is None else size(programs.reference),
         gradients=size(programs.trainable),
+        gradient_copies=1 if programs.micro_rows == programs.update_rows else 2,
         kept_remat=programs.activations(remat=True),
         kept_plain=programs.activations(remat=False),
         logits=4 * programs.micro_rows * run.rollout.max_completion_length * width,
         prompt_cache=size(prompt),
+        prompt_copies=size(copies),
         answer_cache=size(answers),
         batch=size(programs.batch),
     )

@@ -52,18 +52,24 @@ class Cost:
 
 
 def cost(
-    function: Callable, *arguments: Any, donated: Collection[int] = (), trips: int = 1
+    function: Callable,
+    *arguments: Any,
+    donated: Collection[int] = (),
+    trips: int | tuple[int, ...] = 1,
 ) -> Cost:
     """Trace `function` on the shapes of `arguments` and add up.
 
     `donated`: numbers of the arguments whose memory it may overwrite. `trips`: how often the body
-    of a `while` loop runs, which a trace can't know.
+    of a `while` loop runs, which a trace can't know; of loops within loops, the outer one's first.
     """
     program = _flat(jax.make_jaxpr(function)(*arguments).jaxpr)
     counts = [len(jax.tree.leaves(argument)) for argument in arguments]
     given = np.repeat([i in donated for i in range(len(arguments))], counts)
     free = [v for v, is_given in zip(program.invars[-len(given) :], given, strict=True) if is_given]
-    return Cost(_peak(program, reusable=free), _flops(program, trips))
+    return Cost(
+        _peak(program, reusable=free),
+        _flops(program, (trips,) if isinstance(trips, int) else trips),
+    )
 
 
 def kept_for_backward(function: Callable, *arguments: Any) -> int:
@@ -170,7 +176,7 @@ def _loop(equation: _Equation) -> tuple[int, int]:
 # --------------------------------------------------------------------------------------- FLOPs
 
 
-def _flops(program: _Program, trips: int) -> float:
+def _flops(program: _Program, trips: tuple[int, ...]) -> float:
     total = 0.0
     for equation in program.equations:
         if equation.name == "dot_general":
@@ -178,9 +184,10 @@ def _flops(program: _Program, trips: int) -> float:
             shape = equation.inputs[0].aval.shape
             inner = math.prod(shape[axis] for axis in contracted)
             total += 2.0 * inner * math.prod(equation.outputs[0].aval.shape)
-        elif equation.name in ("scan", "while"):
-            times = equation.params.get("length", trips)
-            total += times * _flops(equation.inner[0], trips)
+        elif equation.name == "scan":
+            total += equation.params["length"] * _flops(equation.inner[0], trips)
+        elif equation.name == "while":
+            total += trips[0] * _flops(equation.inner[0], trips[1:] or (1,))
         elif equation.name == "cond":
             total += max(_flops(branch, trips) for branch in equation.inner)
     return total

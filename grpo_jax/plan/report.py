@@ -71,7 +71,7 @@ def _sizes(plan: Plan) -> Iterator[str]:
     yield _line(
         "prompt tokens a step, at most",
         f"{rollout.prompts * rollout.max_prompt_length:,}",
-        f"{rollout.max_prompt_length} each; once for a group in the rollout, for each answer after",
+        f"{rollout.max_prompt_length} each; {_prompts_computed(plan.run)}",
     )
     more = f"; up to {rounds} rounds of dynamic sampling" if rounds > 1 else ""
     yield _line(
@@ -84,6 +84,12 @@ def _sizes(plan: Plan) -> Iterator[str]:
         f"{plan.sampled * run.train.epochs:,}",
         f"in {steps} optimizer step{'s' * (steps > 1)}",
     )
+
+
+def _prompts_computed(run: Run) -> str:
+    if run.train.share_prompts and run.model.attention == "xla":
+        return "once for the rows of a group that are computed together"
+    return "once for a group in the rollout, for each answer after"
 
 
 def _memory(plan: Plan) -> Iterator[str]:
@@ -99,8 +105,12 @@ def _memory(plan: Plan) -> Iterator[str]:
     yield _line("reference", amount(memory.reference), "" if memory.reference else none)
     yield f"memory, for a while{here}"
     yield _line("keys and values, prompts", amount(memory.prompt_cache), "one a group")
+    slots = plan.run.rollout.slots
+    if memory.prompt_copies:
+        yield _line("their copies", amount(memory.prompt_copies), f"rollout.slots={slots}")
     yield _line("keys and values, answers", amount(memory.answer_cache), "whole budget")
-    yield _line("gradients", amount(memory.gradients), "twice: a micro-batch's, and the sum")
+    twice = "twice: a micro-batch's, and the sum" if memory.gradient_copies == 2 else "once"
+    yield _line("gradients", amount(memory.gradients), twice)
     used = "model.remat=" + ("true" if model.remat else "false")
     yield _line("activations kept, with remat", amount(memory.kept_remat), "of a micro-batch")
     yield _line("activations kept, without", amount(memory.kept_plain), f"this run: {used}")
@@ -126,8 +136,9 @@ def seconds(plan: Plan, phase: Phase, device: Device) -> float:
     if phase.name == "rollout":
         # the weights as they are stored, and the whole cache, for every token
         memory = plan.memory
-        each = memory.base + memory.masters + memory.prompt_cache + memory.answer_cache
-        read = plan.run.rollout.max_completion_length * each
+        prompts = memory.prompt_copies or memory.prompt_cache
+        each = memory.base + memory.masters + prompts + memory.answer_cache
+        read = plan.decode_steps * each
     return phase.times * max(
         phase.cost.flops / (share * peak),
         read / (share * device.bandwidth),

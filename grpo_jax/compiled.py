@@ -1,0 +1,51 @@
+"""Compiled programs on disk: job 2 of a sweep, and the next run, find theirs there.
+
+XLA's own compilation cache (`jax_compilation_cache_dir`), which names a program by all that it
+depends on. `JAX_ENABLE_COMPILATION_CACHE=false` in the environment turns it off.
+"""
+
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+
+import jax
+
+MOST = 2**30  # bytes; the default run has 2 MB
+
+
+def keep_compiled(folder: Path) -> str | None:
+    """Read compiled programs from `folder` from now on, and write new ones there. No more than
+    `MOST` bytes are left there of earlier runs: first go those that were not used for longest.
+
+    Returns why nothing is kept, where nothing can be: the run is the slower for it, and no other.
+    """
+    if not jax.config.values["jax_enable_compilation_cache"]:
+        return None
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        return f"compiled programs are not kept for the next run: {folder}: {error.strerror}"
+    _thin_out(folder)
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    # the small ones too: a run has 80 of them beside the 6 that take seconds
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    return None
+
+
+def _thin_out(folder: Path) -> None:
+    # XLA's own limit (`jax_compilation_cache_max_size`) breaks on a folder that was written without
+    # it or by a killed run, and locks a file at each read
+    found = []
+    for path in folder.rglob("*"):
+        with suppress(OSError):  # another run is at it too
+            facts = path.stat()
+            if path.is_file():
+                found.append((max(facts.st_atime, facts.st_mtime), facts.st_size, path))
+    left = sum(size for _, size, _ in found)
+    for _, size, path in sorted(found):
+        if left <= MOST:
+            return
+        with suppress(OSError):
+            path.unlink()
+            left -= size
