@@ -68,14 +68,13 @@ def train(run: Run, jit: Callable = jax.jit) -> dict[str, float]:
             # UPDATE: epochs x minibatches on that rollout
             bonus = _entropy_bonus(run, data.metrics["entropy"], out)
             state, metrics = _recorded_update(run, work, state, data, bonus, step, out)
-            if run.algorithm.entropy.active:
-                metrics["entropy_coef"] = bonus
             # REFERENCE: moves towards the policy now and then, where the algorithm says so
             if state.reference is not None and step % run.algorithm.kl.refresh_every == 0:
                 state = _refresh(state, run.algorithm.kl.refresh_mix)
             out.tokens += data.metrics["num_tokens_step"]
             metrics |= data.metrics | {"position": float(position), "num_tokens": out.tokens}
             metrics |= _times(began, rolled, metrics["num_tokens_step"])
+            metrics |= {"entropy_coef": bonus} if run.algorithm.entropy.active else {}
             # EVALUATE on held-out problems, with noise of its own
             last = step == run.train.steps
             if last or (run.eval.every and step % run.eval.every == 0):

@@ -8,7 +8,7 @@ import itertools
 import jax
 import pytest
 
-from grpo_jax.check import announce
+from grpo_jax.announce import announce
 from grpo_jax.config import CONF
 from grpo_jax.plan.estimate import Programs
 from tests.composed import described, row, run_of

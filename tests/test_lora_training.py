@@ -55,8 +55,8 @@ def run(tmp_path_factory) -> Seen:
     made, late, log = [], [], RunLogger.log
     seen = Seen(folder=folder, late=late)
 
-    def assembling(run):
-        seen.work = assemble.assemble(run)
+    def assembling(run, jit):
+        seen.work = assemble.assemble(run, jit)
         seen.base = snapshot(seen.work.base)
         # committed to its device, as a restored one is: the resumed run finds its programs
         start = jax.device_put(seen.work.state, jax.devices()[0])
@@ -135,7 +135,7 @@ def test_a_run_goes_on_bit_for_bit_beside_the_same_base_only(run, tmp_path, monk
     for name in ("checkpoints/2", "checkpoints/3"):  # as if it had been killed in step 2
         shutil.rmtree(folder / name)
     (folder / "DONE.json").unlink()
-    monkeypatch.setattr(trainer, "assemble", lambda _: replace(run.work, state=run.start()))
+    monkeypatch.setattr(trainer, "assemble", lambda *_: replace(run.work, state=run.start()))
     with pytest.raises(TrainingError, match=r"lora\.rank: 2 there, 4 now"):
         launch(folder, *RUN[:1], "lora.rank=4", *RUN[2:])
     with monkeypatch.context() as patch:

@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from grpo_jax import trainer
-from grpo_jax.check import announce
+from grpo_jax.announce import announce
 from grpo_jax.config import AXES, CONF, load_algorithm
 from grpo_jax.logging import read_rows
 from tests.composed import row, run_of

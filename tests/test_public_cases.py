@@ -12,7 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from grpo_jax.check import ConfigError, announce
+from grpo_jax.announce import announce
+from grpo_jax.check import ConfigError
 from grpo_jax.generate import JaxSampler
 from grpo_jax.kernels import baseline, scale, shaping
 from grpo_jax.kernels.advantage import advantage

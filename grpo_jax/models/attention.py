@@ -11,7 +11,7 @@ P prompts, G rows of each, K key heads with R queries each, h channels, T slots 
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, reduce
 
 import jax
 import jax.numpy as jnp
@@ -87,9 +87,9 @@ def _attend_forward(q, segments, blocks):
         scores = [_dot(q, k, (-1, -1)) + _bias(mask, start, q, R) for k, _, mask in segments]
         top = jnp.stack([s.max(-1) for s in scores]).max(0)
         weights = [jnp.exp(s - top[..., None]) for s in scores]
-        total = sum(w.sum(-1) for w in weights)
+        total = reduce(jnp.add, [w.sum(-1) for w in weights])
         pairs = zip(weights, segments, strict=True)
-        y = sum(_dot(w.astype(q.dtype), v, (-1, -2)) for w, (_, v, _) in pairs)
+        y = reduce(jnp.add, [_dot(w.astype(q.dtype), v, (-1, -2)) for w, (_, v, _) in pairs])
         return (y / total[..., None]).astype(q.dtype), top + jnp.log(total)
 
     R = q.shape[-2]
@@ -108,15 +108,15 @@ def _attend_backward(blocks, saved, g):
     def one(start, q, g, y, log_total):
         shape, q, g = q.shape, _rows(q), _rows(g)
         carried = (g.astype(jnp.float32) * y.astype(jnp.float32)).sum(-1, keepdims=True)
-        back, keys_back = 0.0, []
+        back, keys_back = [], []
         for k, v, mask in segments:
             score = _dot(q, k, (-1, -1)) + _bias(mask, start, q, R)
             weight = jnp.exp(score - log_total[..., None])
             score = (weight * (_dot(g, v, (-1, -1)) - carried)).astype(q.dtype)
-            back = back + _dot(score, k, (-1, -2))
+            back.append(_dot(score, k, (-1, -2)))
             weight = weight.astype(q.dtype)
             keys_back.append((_over_queries(score, q, k), _over_queries(weight, g, v)))
-        return back.astype(q.dtype).reshape(shape), keys_back
+        return reduce(jnp.add, back).astype(q.dtype).reshape(shape), keys_back
 
     def step(total, x):
         back, keys_back = one(*x)
@@ -170,7 +170,7 @@ def _dot(a, b, contract):
         y = _dot(a.reshape(*a.shape[:2], -1, a.shape[-1]), b, contract)
         return y.reshape(*a.shape[:4], -1)
     batch = tuple(range(a.ndim - 2))
-    sides = tuple((x.ndim + axis,) for x, axis in zip((a, b), contract, strict=True))
+    sides = (a.ndim + contract[0],), (b.ndim + contract[1],)
     return lax.dot_general(a, b, (sides, (batch, batch)), preferred_element_type=jnp.float32)
 
 

@@ -56,7 +56,7 @@ def _cudnn(
     implementation: str = "cudnn",
 ) -> Float[Array, "B T K R h"]:
     B, T, K, R, h = q.shape
-    y = jax.nn.dot_product_attention(
+    y = jax.nn.dot_product_attention(  # type: ignore (its overloads want a literal)
         q.reshape(B, T, K * R, h),
         k,
         v,
@@ -64,7 +64,7 @@ def _cudnn(
         is_causal=True,
         query_seq_lengths=lengths,
         key_value_seq_lengths=lengths,
-        implementation=implementation,  # type: ignore
+        implementation=implementation,
     )
     return y.reshape(q.shape)
 
@@ -88,7 +88,9 @@ def _splash(
     block |= {"block_kv_dkv_compute": size, "block_q_dq": size, "block_kv_dq": size}
     mask = splash.MultiHeadMask([splash.CausalMask((T + padding, T + padding))] * R)
     heads = splash.make_splash_mqa_single_device(
-        mask, block_sizes=splash.BlockSizes(**block), interpret=interpret
+        mask,
+        block_sizes=splash.BlockSizes(**block),  # type: ignore (one number is its default)
+        interpret=interpret,
     )
     y = jax.vmap(jax.vmap(heads))(  # rows, key heads
         q.transpose(0, 2, 3, 1, 4), k.swapaxes(1, 2), v.swapaxes(1, 2)

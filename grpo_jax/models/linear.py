@@ -38,12 +38,13 @@ def _swiglu(gate, up):
 def _gated_backward(saved, g):
     x, y, w = saved
     _, swiglu_back = jax.vjp(_swiglu, y[..., 0, :], y[..., 1, :])
-    flat, x_back, w_back = x.reshape(-1, x.shape[-1]), 0.0, []
+    flat, x_back, w_back = x.reshape(-1, x.shape[-1]), [], []
     for half, h in enumerate(swiglu_back(g)):
         h = h.reshape(-1, h.shape[-1])
-        x_back = x_back + matmul(h, w[:, half], True)
+        x_back.append(matmul(h, w[:, half], True))
         w_back.append(outer(flat, h))
-    return x_back.astype(x.dtype).reshape(x.shape), jnp.stack(w_back, 1).astype(w.dtype)
+    summed = (x_back[0] + x_back[1]).astype(x.dtype)
+    return summed.reshape(x.shape), jnp.stack(w_back, 1).astype(w.dtype)
 
 
 gated.defvjp(_gated_forward, _gated_backward)

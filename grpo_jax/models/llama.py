@@ -247,9 +247,8 @@ def _run(block, remat, params, x, angle, attend):
     def layer(x, weights):
         return block(weights)(x, *angle, attend)
 
-    if remat:
-        layer = jax.checkpoint(layer, policy=KEPT if remat == "dots" else None)
-    return lax.scan(layer, x, params["layers"])
+    again = jax.checkpoint(layer, policy=KEPT if remat == "dots" else None)
+    return lax.scan(again if remat else layer, x, params["layers"])
 
 
 def _embed(dtype, params, tokens):

@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.extend.core import Jaxpr, Literal
+from jax.interpreters.partial_eval import dce_jaxpr
 
 # The same bytes under another shape; a matmul reads a transpose as it is.
 ALIAS = {"reshape", "squeeze", "expand_dims", "transpose", "optimization_barrier", "copy"}
@@ -62,7 +63,7 @@ def cost(
     `donated`: numbers of the arguments whose memory it may overwrite. `trips`: how often the body
     of a `while` loop runs, which a trace can't know; of loops within loops, the outer one's first.
     """
-    program = _flat(jax.make_jaxpr(function)(*arguments).jaxpr)
+    program = _flat(_used(jax.make_jaxpr(function)(*arguments).jaxpr))
     counts = [len(jax.tree.leaves(argument)) for argument in arguments]
     given = np.repeat([i in donated for i in range(len(arguments))], counts)
     free = [v for v, is_given in zip(program.invars[-len(given) :], given, strict=True) if is_given]
@@ -70,6 +71,12 @@ def cost(
         _peak(program, reusable=free),
         _flops(program, (trips,) if isinstance(trips, int) else trips),
     )
+
+
+def _used(jaxpr: Jaxpr) -> Jaxpr:
+    """Without what no result depends on, which a compiler leaves out: the gradient of a frozen
+    weight, of which the written-out backward passes say nothing."""
+    return dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)[0]
 
 
 def kept_for_backward(function: Callable, *arguments: Any) -> int:

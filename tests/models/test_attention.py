@@ -124,7 +124,7 @@ def temp_bytes(slots, block):
 
 
 def test_memory_grows_linearly_with_the_length():
-    """Four times the slots: 4.0 times the bytes by blocks of 64, 15 times with all scores at once."""
+    """And by the square, with all scores at once."""
     assert temp_bytes(1024, 64) < 4.4 * temp_bytes(256, 64)
     assert temp_bytes(1024, 1024) > 8 * temp_bytes(256, 256)
 
