@@ -136,9 +136,19 @@ def test_seeds_share_programs_the_warm_start_s_too_and_have_a_wandb_run_each(tmp
         (offline,) = folder.glob("offline-run-*")
         assert offline.name.endswith((folder / "run_id").read_text())
         ids.add(offline.name)
-        found = [r["history"]["item"] for r in records(offline) if r["type"] == "history"]
-        assert [row["train/step"] for row in found] == [0, 1, 1]  # the last: the answers
     assert len(ids) == 2
+
+
+def test_a_wandb_run_goes_on_when_another_begins(tmp_path):
+    common = {"wandb_mode": "offline", "project": "p", "group": None, "tags": [], "config": {}}
+    loggers = [RunLogger(tmp_path / name, **common) for name in ("a", "b")]
+    for step in (0, 1):
+        for logger in loggers:
+            logger.log(step, {"reward": 0.5})
+    for logger in loggers:
+        logger.close()
+        (offline,) = (logger.folder / "wandb").glob("offline-run-*")
+        assert sum(record["type"] == "history" for record in records(offline)) == 2
 
 
 # ---------------------------------------------------------------------------------- the team
@@ -226,8 +236,9 @@ def test_saves_of_threads_take_turns(tmp_path, monkeypatch):
         call = getattr(ocp.CheckpointManager, name)
 
         def noting(self, *given, _call=call, _name=name, **named):
+            result = _call(self, *given, **named)
             events.append((self.directory.parent.name, _name))
-            return _call(self, *given, **named)
+            return result
 
         monkeypatch.setattr(ocp.CheckpointManager, name, noting)
 
@@ -236,9 +247,10 @@ def test_saves_of_threads_take_turns(tmp_path, monkeypatch):
             key = jax.random.key(0)
             state = TrainState({"a": jnp.ones(3)}, {"b": jnp.ones(3)}, jnp.int32(0), key)
             checkpoint.save(manager, 1, state, {}, {})
+            met.wait(timeout=60)  # nobody closes, which waits too, before all have saved
         return checkpoint.load_params(tmp_path / name / "checkpoints")[0]
 
-    names = ["x", "y", "z"]
+    names, met = ["x", "y", "z"], threading.Barrier(3)
     team = Team(3, 3, Programs(True))
     assert in_threads(team, *(lambda n=n: save(n) for n in names)) == [1, 1, 1]
     order = [name for name, event in events if event == "save"]
