@@ -42,6 +42,11 @@ def announce(run: Run) -> list[str]:
         )
     if run.optim.schedule == "constant" and run.optim.final_share:
         lines.append("optim.final_share does nothing under optim.schedule=constant")
+    if run.model.attention != "xla" and run.train.share_prompts:
+        lines.append(
+            f"model.attention={run.model.attention} computes prompts row by row: "
+            "train.share_prompts and model.attention_block do nothing"
+        )
     if run.lora.targets and not run.lora.active:
         lines.append("lora.rank=0: no adapters; all parameters are trained")
     return lines

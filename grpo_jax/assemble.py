@@ -40,7 +40,7 @@ class ModelSettings:
     shape: LlamaConfig | None
     dtype: str  # of the matmuls; what is trained, optimizer and losses are float32
     base_dtype: str  # of the frozen base, with LoRA; float32 without
-    remat: bool | str  # recompute each layer in the backward pass; "dots": all but its products
+    remat: bool | str  # recompute each layer in the backward pass; "dots": all but most products
     attention: str  # of whole sequences, by name (`attention_kernels.choose`)
     attention_block: int  # query slots whose scores exist at one time, with attention=xla
     unroll_layers: int  # in the sampler, at most; more are looped over

@@ -4,9 +4,12 @@ import math
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from grpo_jax.kernels.matmul import matmul, outer
+
+PRODUCT = "product"  # what `remat="dots"` keeps, by this name
 
 
 def dot(x: Float[Array, "..."], w: Float[Array, "..."], axes: int) -> Float[Array, "..."]:
@@ -16,7 +19,7 @@ def dot(x: Float[Array, "..."], w: Float[Array, "..."], axes: int) -> Float[Arra
     """
     batch, size = x.shape[: x.ndim - axes], math.prod(w.shape[:axes])
     y = matmul(x.reshape(-1, size), w.reshape(size, -1))
-    return y.reshape(*batch, *w.shape[axes:])
+    return checkpoint_name(y.reshape(*batch, *w.shape[axes:]), PRODUCT)
 
 
 @jax.custom_vjp

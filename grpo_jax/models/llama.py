@@ -29,11 +29,11 @@ from grpo_jax.kernels.matmul import lookup
 from grpo_jax.models import decoding, lora
 from grpo_jax.models.attention import Attention, blockwise
 from grpo_jax.models.config import LlamaConfig
-from grpo_jax.models.linear import dot, gated
+from grpo_jax.models.linear import PRODUCT, dot, gated
 from grpo_jax.models.rope import angles, positions, rotate
 from grpo_jax.types import Params
 
-KEPT = jax.checkpoint_policies.dots_with_no_batch_dims_saveable  # by `remat="dots"`
+KEPT = jax.checkpoint_policies.save_only_these_names(PRODUCT)  # by `remat="dots"`
 
 
 @dataclass(frozen=True)
@@ -79,9 +79,9 @@ def build(
     unroll_layers: int = 64,
 ) -> Model:
     """The model's functions. `dtype`: of the matmuls; `remat`: recompute layers in the backward,
-    True or "dots" (keep the products with weights); `lora_scale`: of the adapters, where the
-    parameters have some; `attention`: over whole sequences (None: `attention.blockwise()`);
-    `unroll_layers`: decode loops over the layers where there are more."""
+    True or "dots" (keep the products with weights, but for gate and up); `lora_scale`: of the
+    adapters, where the parameters have some; `attention`: over whole sequences (None:
+    `attention.blockwise()`); `unroll_layers`: decode loops over the layers where there are more."""
     attention, unrolled = attention or blockwise(), config.num_layers <= unroll_layers
     compute, block = jnp.dtype(dtype), partial(_block, config, lora_scale)
     return Model(

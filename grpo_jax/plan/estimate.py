@@ -234,7 +234,7 @@ class Programs:
         arguments = (self.state, self.batch, rows, coef, reference, self.base)
         return cost(update, *arguments, donated=(0,))
 
-    def activations(self, *, remat: bool) -> int:
+    def activations(self, *, remat: bool | str) -> int:
         """Bytes that the forward pass of one micro-batch keeps for its backward pass."""
         rollout = jax.tree.map(
             lambda a: _array(a.dtype, self.micro_rows, *a.shape[1:]), self.batch.rollout

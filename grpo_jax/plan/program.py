@@ -19,7 +19,7 @@ from jax.extend.core import Jaxpr, Literal
 from jax.interpreters.partial_eval import dce_jaxpr
 
 # The same bytes under another shape; a matmul reads a transpose as it is.
-ALIAS = {"reshape", "squeeze", "expand_dims", "transpose", "optimization_barrier", "copy"}
+ALIAS = {"reshape", "squeeze", "expand_dims", "transpose", "optimization_barrier", "copy", "name"}
 # One value from one place or a few: computed where it is read, without an array of its own.
 FUSED = {
     *("add", "sub", "mul", "div", "rem", "max", "min", "neg", "sign", "abs", "floor", "ceil"),

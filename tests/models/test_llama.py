@@ -106,9 +106,10 @@ def test_cached_decode_equals_the_full_forward(kind, unrolled):
     np.testing.assert_allclose(got @ head.T, want @ head.T, atol=1e-4, rtol=0)
 
 
-def test_remat_changes_neither_value_nor_gradient():
+@pytest.mark.parametrize("remat", [True, "dots"])
+def test_remat_changes_neither_value_nor_gradient(remat):
     model, params, want = load("tied")
-    again = llama.build(model.config, remat=True)
+    again = llama.build(model.config, remat=remat)
 
     def loss(model, params):
         return (model.hidden(params, want["tokens"], want["mask"]) ** 2).mean()
