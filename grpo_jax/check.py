@@ -268,7 +268,7 @@ def _fits(run: Run) -> Iterator[str]:
 
 def _fits_model(run: Run) -> Iterator[str]:
     if run.model.attention == "cudnn" and run.model.dtype != "bfloat16":
-        yield f"model.attention=cudnn has no {run.model.dtype}: model.dtype=bfloat16, or attention=xla"
+        yield f"model.attention=cudnn has no {run.model.dtype}: take model.dtype=bfloat16"
     shape, words = run.model.shape, tokenizer.char_tokenizer().vocab_size
     if run.model.path is None:
         if shape is None:
