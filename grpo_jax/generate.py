@@ -3,6 +3,7 @@
 `JaxSampler` is the built-in `Sampler` (types.py); an external engine has the same two calls.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -17,6 +18,7 @@ from grpo_jax import refill
 from grpo_jax.kernels import sampling
 from grpo_jax.models.llama import Model
 from grpo_jax.refill import Job, anywhere
+from grpo_jax.sharding import ONE_DEVICE, Placement
 from grpo_jax.types import Params, Rollout, SamplingParams
 
 
@@ -27,6 +29,8 @@ class JaxSampler:
     `prompt_slots`: S, the width that every prompt is left-padded to; a longer one is an error.
     `eos_ids`: tokens that end a completion (they stay in it). `pad_id` fills the rest.
     `slots`: rows that are decoded at a time (see `generate`); what is sampled is the same for any.
+    `place`: rows, and the slots, are spread over its devices, each of which has all parameters for
+    as long as it samples and decodes until its own rows have ended.
     """
 
     model: Model
@@ -35,6 +39,7 @@ class JaxSampler:
     pad_id: int
     slots: int | None = None
     jit: Callable = jax.jit
+    place: Placement = ONE_DEVICE
     _params: Params | None = None
     _version: int = 0
     _programs: dict[SamplingParams, Callable] = field(default_factory=dict)
@@ -42,29 +47,40 @@ class JaxSampler:
     def load(self, params: Params, version: int) -> None:
         self._params, self._version = params, version
 
+    def close(self) -> None:
+        """Let the weights go."""
+        self._params = None
+
     def sample(self, prompts, row_ids, params, key) -> Rollout:
         if self._params is None:
             raise RuntimeError("sample() before load(): the sampler has no weights yet")
         ids, mask = pad_prompts(prompts, self.prompt_slots, self.pad_id)
+        rows = np.asarray(row_ids, np.int32)
         program = self._programs.get(params)
         if program is None:
             program = self._programs[params] = self.jit(partial(self._rollout, params))
-        return program(
-            self._params, ids, mask, np.asarray(row_ids, np.int32), key, np.int32(self._version)
-        )
+        dealt = self.place.share(dealt_out(ids, mask, rows, self.place.shards))
+        rollout = program(self._params, *dealt, self.place.share(key), np.int32(self._version))
+        if len(rollout.mask) == len(rows):
+            return rollout
+        return jax.tree.map(lambda a: a[: len(rows)], rollout)  # without those that filled up
 
     def _rollout(self, sampling_params, params, ids, mask, row_ids, key, version) -> Rollout:
-        tokens, logp, length, done = generate(
-            self.model,
-            params,
-            ids,
-            mask,
-            row_ids,
-            key,
-            sampling_params=sampling_params,
-            eos_ids=self.eos_ids,
-            slots=self.slots,
-        )
+        def of_rows(params, key, ids, mask, row_ids):
+            return generate(
+                self.model,
+                self.place.gather(params),
+                ids,
+                mask,
+                row_ids,
+                key,
+                sampling_params=sampling_params,
+                eos_ids=self.eos_ids,
+                slots=None if self.slots is None else max(self.slots // self.place.shards, 1),
+            )
+
+        sampled = self.place.by_rows(of_rows, (params, key), (ids, mask, row_ids))
+        tokens, logp, length, done = self.place.everywhere(sampled)
         valid = jnp.arange(sampling_params.max_tokens) < length[:, None]
         group = len(row_ids) // len(ids)
         return Rollout(
@@ -76,6 +92,25 @@ class JaxSampler:
             truncated=~done,
             version=jnp.full(len(row_ids), version),
         )
+
+
+def dealt_out(
+    ids: Int[np.ndarray, "P S"],
+    mask: Bool[np.ndarray, "P S"],
+    row_ids: Int[np.ndarray, "B"],
+    shards: int,
+) -> tuple[Int[np.ndarray, "Q S"], Bool[np.ndarray, "Q S"], Int[np.ndarray, "C"]]:
+    """With a number of prompts that `shards` divides, so that each has whole ones with their rows:
+    a group is split where that is even (its prompt is then there twice), else the last prompt comes
+    again, with rows that the caller drops."""
+    prompts, group = len(ids), len(row_ids) // len(ids)
+    times = shards // math.gcd(prompts, shards)
+    if group % times == 0:
+        return ids.repeat(times, 0), mask.repeat(times, 0), row_ids
+    spare = -prompts % shards
+    last = row_ids.reshape(prompts, group)[-1:].repeat(spare, 0).reshape(-1)
+    ids, mask = (np.concatenate([a, a[-1:].repeat(spare, 0)]) for a in (ids, mask))
+    return ids, mask, np.concatenate([row_ids, last])
 
 
 def pad_prompts(

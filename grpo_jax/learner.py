@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import lax
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Int
 
 from grpo_jax.knobs import knobs, with_knobs
@@ -22,6 +23,7 @@ from grpo_jax.models.llama import Model
 from grpo_jax.optim import Optimizer
 from grpo_jax.policy import PolicySettings, TokenStats, cut, stats_by_parts, token_stats, whole
 from grpo_jax.rules import asks
+from grpo_jax.sharding import ONE_DEVICE, Placement, specs
 from grpo_jax.types import Algorithm, Batch, Params, TrainState
 
 UPDATE = 2  # stream of the run's root key, for rules that draw at random (the rollout's is 1)
@@ -57,6 +59,7 @@ def make_update(
     settings: PolicySettings,
     group: int = 1,
     jit: Callable = jax.jit,
+    place: Placement = ONE_DEVICE,
 ) -> Update:
     """(state, batch, rows, entropy_coef=None, reference=None, base=None) -> (state, metrics): one
     optimizer step on those rows, jitted.
@@ -72,12 +75,13 @@ def make_update(
     (metrics["empty"]), since Adam would move on momentum alone.
 
     The algorithm's numbers (`knobs.py`) and the optimizer's are arguments of the program, so that
-    one is compiled for all of them. `jit`: what makes it, as `jax.jit` does.
+    one is compiled for all of them. `jit`: what makes it, as `jax.jit` does. `place`: the devices
+    that b rows are spread over (they divide b), each with its share of the state.
     """
 
     @partial(jit, donate_argnums=0)
     def update(state: TrainState, batch: Batch, rows, entropy_coef, reference, base, free, numbers):
-        gradient = make_gradient(with_knobs(algorithm, free), model, settings, group)
+        gradient = make_gradient(with_knobs(algorithm, free), model, settings, group, place)
         batch = jax.tree.map(lambda a: a[rows], batch)
         if state.reference is not None:
             reference = whole(base, state.reference)
@@ -92,18 +96,22 @@ def make_update(
         trainable, opt_state = jax.tree.map(partial(jnp.where, finite & ~empty), new, old)
         metrics = _metrics(algorithm, value, norm, sums) | {"nonfinite": ~finite, "empty": empty}
         new_state = TrainState(trainable, opt_state, state.step + 1, state.key, state.reference)
-        return new_state, metrics
+        return place.constrain(new_state), place.everywhere(metrics)
 
     numbers = optimizer.numbers if isinstance(optimizer, Optimizer) else lambda opt_state: {}
     return Update(update, knobs(algorithm), numbers)
 
 
 def make_gradient(
-    algorithm: Algorithm, model: Model, settings: PolicySettings, group: int = 1
+    algorithm: Algorithm,
+    model: Model,
+    settings: PolicySettings,
+    group: int = 1,
+    place: Placement = ONE_DEVICE,
 ) -> Callable:
     """(trainable, batch, entropy_coef, reference, key, base=None) -> (loss, sums of `policy_loss`,
     gradient in `trainable`) of a whole minibatch, computed a micro-batch at a time; not jitted.
-    `group` as in `token_stats`."""
+    `group` as in `token_stats`, `place` as in `make_update`."""
 
     def forward(base, reference, trainable: Params, rollout) -> TokenStats:
         exact = algorithm.kl.exact and algorithm.kl.where == "loss"
@@ -111,19 +119,28 @@ def make_gradient(
         reference = reference if exact else None
         return token_stats(model, settings, params, rollout, reference, group)
 
-    def gradient(trainable: Params, batch: Batch, entropy_coef, reference, key, base=None):
-        mask = batch.rollout.mask & batch.keep[:, None]
-        weight = algorithm.aggregation(mask, batch.group)
+    def of_rows(trainable, base, reference, entropy_coef, key, *rows):
+        """What one device does: with its share of the rows, or if rows are compared with all."""
         ahead = partial(forward, base, reference)
         value = partial(loss, algorithm, entropy_coef, key)
         how = _all_rows_at_once if algorithm.sees_all_rows else partial(_part_by_part, live)
-        return how(ahead, value, settings, trainable, batch, mask, weight)
+        return how(ahead, value, settings, place, trainable, *rows)
+
+    def gradient(trainable: Params, batch: Batch, entropy_coef, reference, key, base=None):
+        mask = batch.rollout.mask & batch.keep[:, None]
+        rows = batch, mask, algorithm.aggregation(mask, batch.group)
+        given = trainable, base, reference, entropy_coef, key
+        everywhere = PartitionSpec()
+        results = everywhere, everywhere, specs(trainable)
+        if algorithm.sees_all_rows:
+            return place.by_rows(of_rows, (*given, *rows), (), results)
+        return place.by_rows(of_rows, given, rows, results)
 
     def live(batch: Batch, mask) -> Array | None:
         if not settings.skip_silent:
             return None
         signal = mask & (batch.advantage != 0)[:, None] if algorithm.silent_when_tied else mask
-        return signal.any()
+        return place.agreed(signal.any())
 
     return gradient
 
@@ -147,10 +164,11 @@ def loss(algorithm: Algorithm, entropy_coef, key, stats: TokenStats, batch: Batc
 
 
 def _part_by_part(
-    live, forward, loss, settings: PolicySettings, params: Params, batch: Batch, *rest
+    live, forward, loss, settings: PolicySettings, place: Placement, params: Params, *rows
 ):
     """Forward, loss and backward of one micro-batch after the other. A silent one, of which `live`
-    says False, is nothing but its tokens in `sums["tokens"]`; `sums["seen"]` counts the others'."""
+    says False, is nothing but its tokens in `sums["tokens"]`; `sums["seen"]` counts the others'.
+    Devices add up at the very end."""
 
     def of(params, batch, *rest):
         value, sums = loss(forward(params, batch.rollout), batch, *rest)
@@ -174,7 +192,7 @@ def _part_by_part(
     def add(total, micro):
         return jax.tree.map(jnp.add, total, one(*micro)), None
 
-    micro = cut((batch, *rest), settings.micro_batch_rows)
+    micro = cut(rows, settings.micro_batch_rows)
     first = jax.tree.map(lambda a: a[0], micro)
     shapes = jax.eval_shape(whole_of, *first)
 
@@ -182,15 +200,20 @@ def _part_by_part(
         return jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), shapes)
 
     if len(micro[1]) == 1:  # nothing to add up, which takes two more copies of the gradient
-        return one(*first)
-    return lax.scan(add, nothing(), micro)[0]
+        value, sums, grad = one(*first)
+    else:
+        value, sums, grad = lax.scan(add, nothing(), micro)[0]
+    return *place.total((value, sums)), place.sum_gradient(grad)
 
 
-def _all_rows_at_once(forward, loss, settings: PolicySettings, params: Params, batch: Batch, *rest):
+def _all_rows_at_once(
+    forward, loss, settings: PolicySettings, place: Placement, params: Params, batch: Batch, *rest
+):
     """For rules that compare rows: a forward pass by micro-batches, the loss of all rows together
-    (cheap: [b, T] numbers), and its gradient handed back through each micro-batch. One forward pass
-    more than `_part_by_part`, and the same result for every cut."""
-    stats = stats_by_parts(partial(forward, params), settings, batch.rollout)
+    (cheap: [b, T] numbers, on every device the same), and its gradient handed back through each
+    micro-batch. One forward pass more than `_part_by_part`, and the same result for every cut."""
+    rollout = place.own_rows(batch.rollout)
+    stats = place.all_rows(stats_by_parts(partial(forward, params), settings, rollout))
     (value, sums), pull = jax.value_and_grad(loss, has_aux=True)(stats, batch, *rest)
 
     def add(total, micro):
@@ -199,8 +222,9 @@ def _all_rows_at_once(forward, loss, settings: PolicySettings, params: Params, b
         return jax.tree.map(jnp.add, total, back(pull)[0]), None
 
     zero = jax.tree.map(jnp.zeros_like, params)
-    grad, _ = lax.scan(add, zero, cut((batch.rollout, pull), settings.micro_batch_rows))
-    return value, sums | {"seen": sums["tokens"]}, grad
+    micro = cut((rollout, place.own_rows(pull)), settings.micro_batch_rows)
+    grad, _ = lax.scan(add, zero, micro)
+    return value, sums | {"seen": sums["tokens"]}, place.sum_gradient(grad)
 
 
 def _metrics(algorithm: Algorithm, value, norm, sums: dict[str, Array]) -> dict[str, Array]:

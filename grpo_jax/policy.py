@@ -14,6 +14,7 @@ from jaxtyping import Array, Float
 from grpo_jax.kernels.logprobs import token_kl, token_logprobs
 from grpo_jax.models import lora
 from grpo_jax.models.llama import Model
+from grpo_jax.sharding import ONE_DEVICE, Placement
 from grpo_jax.types import Params, Rollout
 
 
@@ -93,29 +94,59 @@ def sequence_logprobs(
     return stats.logp, stats.entropy
 
 
-def make_logprobs(model: Model, settings: PolicySettings, jit: Callable = jax.jit) -> Callable:
+def make_logprobs(
+    model: Model,
+    settings: PolicySettings,
+    jit: Callable = jax.jit,
+    place: Placement = ONE_DEVICE,
+) -> Callable:
     """Jitted (params, rollout, group=1) -> (logp [B,T], entropy [B,T]), a micro-batch at a time;
-    `group` as in `token_stats`. `jit`: what makes the program, as `jax.jit` does."""
+    `group` as in `token_stats`. `jit`: what makes the program, as `jax.jit` does. `place`: rows are
+    spread over its devices, which don't meet; results are everywhere."""
 
     @partial(jit, static_argnums=2)
     def logprobs(params: Params, rollout: Rollout, group: int = 1):
-        forward = partial(token_stats, model, settings, params, group=group)
-        stats = stats_by_parts(forward, settings, rollout)
+        def forward(params: Params, rollout: Rollout) -> TokenStats:
+            one = partial(token_stats, model, settings, params, group=group)
+            return stats_by_parts(one, settings, rollout)
+
+        stats = on_all_rows(place, forward, (params,), rollout)
         return stats.logp, stats.entropy
 
     return logprobs
 
 
-def make_exact_kl(model: Model, settings: PolicySettings, jit: Callable = jax.jit) -> Callable:
+def make_exact_kl(
+    model: Model,
+    settings: PolicySettings,
+    jit: Callable = jax.jit,
+    place: Placement = ONE_DEVICE,
+) -> Callable:
     """Jitted (params, reference, rollout, group=1) -> full-vocabulary KL(policy || reference)
-    [B,T]; `group` and `jit` as in `make_logprobs`."""
+    [B,T]; the others as in `make_logprobs`."""
 
     @partial(jit, static_argnums=3)
     def exact_kl(params: Params, reference: Params, rollout: Rollout, group: int = 1):
-        forward = partial(token_stats, model, settings, params, reference=reference, group=group)
-        return stats_by_parts(forward, settings, rollout).exact_kl
+        def forward(params: Params, reference: Params, rollout: Rollout) -> TokenStats:
+            one = partial(token_stats, model, settings, params, reference=reference, group=group)
+            return stats_by_parts(one, settings, rollout)
+
+        return on_all_rows(place, forward, (params, reference), rollout).exact_kl
 
     return exact_kl
+
+
+def on_all_rows(
+    place: Placement, forward: Callable[..., TokenStats], params: tuple, rollout: Rollout
+) -> TokenStats:
+    """`forward(*params, rollout)` spread over the devices, which the rows needn't divide."""
+    if place.mesh is None:
+        return forward(*params, rollout)
+    rows = len(rollout.mask)
+    spare = -rows % place.shards  # the last row, again and again
+    filled = jax.tree.map(lambda a: jnp.concatenate([a, a[-1:].repeat(spare, 0)]), rollout)
+    stats = place.by_rows(forward, params, (filled,))
+    return place.everywhere(jax.tree.map(lambda a: a[:rows], stats))
 
 
 def stats_by_parts(

@@ -11,7 +11,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")  # before anything imports jax
 # (XLA ends the process at a flag that it does not know, and later versions may forget these two.)
 os.environ.setdefault(
     "XLA_FLAGS",
-    "--xla_backend_optimization_level=0"
+    "--xla_backend_optimization_level=0 --xla_force_host_platform_device_count=8"
     + " --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
     * version("jaxlib").startswith("0.10."),
 )

@@ -77,18 +77,24 @@ def build(
     lora_scale: float = 1.0,
     attention: Attention | None = None,
     unroll_layers: int = 64,
+    gather: Callable[[Params], Params] | None = None,
 ) -> Model:
     """The model's functions. `dtype`: of the matmuls; `remat`: recompute layers in the backward,
     True or "dots" (keep the products with weights, but for gate and up); `lora_scale`: of the
     adapters, where the parameters have some; `attention`: over whole sequences (None:
-    `attention.blockwise()`); `unroll_layers`: decode loops over the layers where there are more."""
+    `attention.blockwise()`); `unroll_layers`: decode loops over the layers where there are more;
+    `gather`: makes parameters whole that are spread over devices (sharding.py), a layer at a time,
+    in `hidden`, `answers` and `head` (None: they are)."""
     attention, unrolled = attention or blockwise(), config.num_layers <= unroll_layers
     compute, block = jnp.dtype(dtype), partial(_block, config, lora_scale)
+    gather = gather or _as_they_are
+    whole = partial(_gathered, config, lora_scale, gather)
+    sequences = config, whole, gather, attention, compute, remat
     return Model(
         config=config,
         init=partial(init, config),
-        hidden=partial(_hidden, config, block, attention, compute, remat),
-        answers=partial(_answers, config, block, attention, compute, remat),
+        hidden=partial(_hidden, *sequences),
+        answers=partial(_answers, *sequences),
         prefill=partial(_prefill, config, block, attention, compute, unrolled),
         unstack=partial(decoding.unstack, unrolled, compute),
         decode=partial(
@@ -96,7 +102,7 @@ def build(
         ),
         select=partial(decoding.select, unrolled),
         empty_cache=partial(decoding.empty_cache, config, unrolled, compute),
-        head=partial(_head, config),
+        head=partial(_head, config, gather),
     )
 
 
@@ -225,11 +231,19 @@ def _block(config: LlamaConfig, lora_scale: float, layer: Params) -> Block:
     return _module(lambda: Block(config, nnx.Rngs(0), lora.ranks(layer), lora_scale), layer)
 
 
+def _as_they_are(params: Params) -> Params:
+    return params
+
+
+def _gathered(config: LlamaConfig, lora_scale: float, gather, layer: Params) -> Block:
+    return _block(config, lora_scale, gather(layer))
+
+
 # ---------------------------------------------------------------------------------- application
 
 
-def _head(config: LlamaConfig, params: Params) -> Float[Array, "V D"]:
-    return params["embed" if config.tie_embeddings else "head"]["embedding"]
+def _head(config: LlamaConfig, gather, params: Params) -> Float[Array, "V D"]:
+    return gather(params["embed" if config.tie_embeddings else "head"])["embedding"]
 
 
 def _final_norm(config: LlamaConfig, params: Params, x):
@@ -251,26 +265,28 @@ def _run(block, remat, params, x, angle, attend):
     return lax.scan(again if remat else layer, x, params["layers"])
 
 
-def _embed(dtype, params, tokens):
-    return lookup(params["embed"]["embedding"], tokens).astype(dtype)
+def _embed(dtype, gather, params, tokens):
+    return lookup(gather(params["embed"])["embedding"], tokens).astype(dtype)
 
 
-def _hidden(config, block, attention, dtype, remat, params, tokens, mask):
+def _hidden(config, block, gather, attention, dtype, remat, params, tokens, mask):
     def attend(q, k, v):
         return attention.rows(q, k, v, mask), None
 
     angle = angles(config, positions(mask))
-    x, _ = _run(block, remat, params, _embed(dtype, params, tokens), angle, attend)
+    x, _ = _run(block, remat, params, _embed(dtype, gather, params, tokens), angle, attend)
     return _final_norm(config, params, x)
 
 
-def _answers(config, block, attention, dtype, remat, params, prompt, prompt_mask, completion):
+def _answers(
+    config, block, gather, attention, dtype, remat, params, prompt, prompt_mask, completion
+):
     (P, S), (B, T) = prompt.shape, completion.shape
     if attention.answers is None:  # row by row, then
         prompt, prompt_mask = (a.repeat(B // P, 0) for a in (prompt, prompt_mask))
         tokens = jnp.concatenate([prompt, completion], 1)
         mask = jnp.pad(prompt_mask, ((0, 0), (0, T)), constant_values=True)
-        x = _hidden(config, block, attention, dtype, remat, params, tokens, mask)
+        x = _hidden(config, block, gather, attention, dtype, remat, params, tokens, mask)
         return x[:, S - 1 : -1]
     split, place = P * S, positions(prompt_mask)
     place = place, (place[:, -1:] + 1 + jnp.arange(T)).repeat(B // P, 0)
@@ -289,7 +305,7 @@ def _answers(config, block, attention, dtype, remat, params, prompt, prompt_mask
         prompts = attention.rows(*first, prompt_mask)
         return flat(prompts, attention.answers(*then, *first[1:], prompt_mask)), None
 
-    x = _embed(dtype, params, flat(prompt, completion))
+    x = _embed(dtype, gather, params, flat(prompt, completion))
     x, _ = _run(block, remat, params, x, angles(config, flat(*place)), attend)
     first, then = parts(x)
     start = first[:, -1:].repeat(B // P, 0)  # what the first tokens are drawn from
@@ -301,5 +317,6 @@ def _prefill(config, block, attention, dtype, unrolled, params, tokens, mask):
         return attention.rows(q, k, v, mask), (k.swapaxes(1, 2), v.swapaxes(1, 2))  # [P, K, S, h]
 
     angle = angles(config, positions(mask))
-    x, cache = _run(block, False, params, _embed(dtype, params, tokens), angle, attend)
+    x = _embed(dtype, _as_they_are, params, tokens)
+    x, cache = _run(block, False, params, x, angle, attend)
     return _final_norm(config, params, x[:, -1]), decoding.by_layer(unrolled, cache)
