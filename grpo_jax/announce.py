@@ -47,9 +47,23 @@ def announce(run: Run) -> list[str]:
             f"model.attention={run.model.attention} computes prompts row by row: "
             "train.share_prompts and model.attention_block do nothing"
         )
+    lines += [*_announce_engine(run)]
     if run.lora.targets and not run.lora.active:
         lines.append("lora.rank=0: no adapters; all parameters are trained")
     return lines
+
+
+def _announce_engine(run: Run) -> Iterator[str]:
+    if not run.engine.external:
+        return
+    kind, none = run.engine.kind, is_rule(run.config["correction"], "correction.none")
+    if none:
+        yield (
+            f"engine={kind} samples with arithmetic of its own, and correction=none takes it for "
+            "the trainer's: watch sampling/sampling_logp_difference"
+        )
+    if run.rollout.slots is not None:
+        yield f"engine={kind} sees to its own batches: rollout.slots does nothing"
 
 
 def _announce_ratios(run: Run) -> Iterator[str]:

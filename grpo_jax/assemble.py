@@ -13,6 +13,14 @@ import optax
 
 from grpo_jax import checkpoint, tokenizer
 from grpo_jax.answers import RolloutSettings, check_columns
+from grpo_jax.engine.sampler import (
+    WORKER,
+    Engine,
+    EngineSampler,
+    EngineSettings,
+    entries_of,
+    find_python,
+)
 from grpo_jax.evaluate import EvalSettings, Evaluator
 from grpo_jax.generate import JaxSampler
 from grpo_jax.learner import make_update
@@ -24,6 +32,7 @@ from grpo_jax.policy import PolicySettings, make_exact_kl, make_logprobs, whole
 from grpo_jax.rewards.combine import RewardPart
 from grpo_jax.rollout import Collector
 from grpo_jax.screen import say
+from grpo_jax.sharding import ONE_DEVICE, MeshSettings, Placement, place_on, refuse_misfits
 from grpo_jax.tasks.base import Task, longest_prompt, within_limit
 from grpo_jax.tokenizer import Tokenizer
 from grpo_jax.types import Algorithm, Params, TrainingError, TrainState
@@ -101,6 +110,8 @@ class Run:
     lora: LoraSettings
     warmstart: WarmstartSettings
     rollout: RolloutSettings
+    engine: EngineSettings
+    mesh: MeshSettings
     train: TrainSettings
     optim: OptimSettings
     eval: EvalSettings
@@ -109,13 +120,18 @@ class Run:
     config: dict[str, Any]  # resolved, for logs and checkpoints
     plan: str | None = None  # what to say instead of training (`plan/report.py`)
 
+    @property
+    def update_rows(self) -> int:
+        """Of one optimizer step."""
+        return self.rollout.prompts * self.rollout.group_size // self.train.minibatches
+
 
 @dataclass
 class Work:
     """The machinery of one run."""
 
     task: Task
-    sampler: JaxSampler
+    sampler: JaxSampler | EngineSampler
     collector: Collector
     evaluator: Evaluator
     update: Callable
@@ -123,15 +139,20 @@ class Work:
     reference: Params | None  # the policy as it began; None: no KL, or the state's own moves
     schedule: optax.Schedule
     state: TrainState  # as a run begins; the loop takes it over (updates donate it)
+    place: Placement  # where all of it lies
 
 
 def assemble(run: Run, jit: Callable = jax.jit) -> Work:
     """Load the data and the model (or warm-start it), and build every jitted function. `jit` makes
     the programs that take time, as `jax.jit` does (`together.py`)."""
+    python = find_python(run.engine) if run.engine.external else None
+    place = place_on(run.mesh)
     words = load_tokenizer(run.model)
     task, slots = load_task(run, words)
     model, params = load_model(run, task, words, slots, jit)
-    base, trainable = _split(run, model, params)
+    refuse_misfits(place.sizes, run.update_rows, model.config)
+    base, trainable = place.put(_split(run, model, params))
+    learner = _build(run, model.config, place)
     policy = PolicySettings(
         temperature=run.rollout.temperature,
         micro_batch_rows=run.train.micro_batch_rows,
@@ -142,19 +163,18 @@ def assemble(run: Run, jit: Callable = jax.jit) -> Work:
     schedule = make_schedule(run.optim, run.train.steps * run.train.updates_per_rollout)
     optimizer = make_optimizer(run.optim, schedule)
     ends = tuple(sorted({*words.eos_ids, *words.stop_ids(task.stop_strings)}))
-    sampler = JaxSampler(model, slots, ends, words.pad_id, run.rollout.slots, jit)
+    make_sampler = _sampling(run, model, slots, ends, words.pad_id, python, jit, place)
+    sampler = make_sampler(slots)
     common: dict[str, Any] = {
         "task": task,
         "tokenizer": words,
         "sampler": sampler,
         "parts": list(run.reward),
-        "logprobs": make_logprobs(model, policy, jit),
+        "logprobs": make_logprobs(learner, policy, jit, place),
     }
-    exact_kl = make_exact_kl(model, policy, jit)
     probe = None
     if run.eval.forced_prefix is not None:
-        room = slots + len(words.encode(run.eval.forced_prefix))
-        probe = JaxSampler(model, room, ends, words.pad_id, run.rollout.slots, jit)
+        probe = make_sampler(slots + len(words.encode(run.eval.forced_prefix)))
     fixed, moving = _references(run, base, trainable)
     return Work(
         task=task,
@@ -162,23 +182,53 @@ def assemble(run: Run, jit: Callable = jax.jit) -> Work:
         collector=Collector(
             algorithm=run.algorithm,
             settings=run.rollout,
-            exact_kl=exact_kl,
+            exact_kl=make_exact_kl(learner, policy, jit, place),
             seed=run.seed,
             **common,
         ),
         evaluator=Evaluator(settings=run.eval, rollout=run.rollout, probe_sampler=probe, **common),
-        update=make_update(run.algorithm, model, optimizer, policy, run.rollout.group_size, jit),
+        update=make_update(
+            run.algorithm, learner, optimizer, policy, run.rollout.group_size, jit, place
+        ),
         base=base,
         reference=fixed,
         schedule=schedule,
         state=TrainState(
             trainable=trainable,
-            opt_state=jax.jit(optimizer.init)(trainable),
-            step=jnp.int32(0),
-            key=jax.random.key(run.seed),
+            opt_state=place.made(optimizer.init, trainable),
+            step=place.share(jnp.int32(0)),
+            key=place.share(jax.random.key(run.seed)),
             reference=moving,
         ),
+        place=place,
     )
+
+
+def _sampling(
+    run: Run,
+    model: llama.Model,
+    slots: int,
+    ends: tuple[int, ...],
+    pad_id: int,
+    python: str | None,
+    jit: Callable,
+    place: Placement,
+) -> Callable[[int], JaxSampler | EngineSampler]:
+    """Prompt slots -> a sampler for them: the built-in one, or where there is a `python` to run it,
+    one of the external engine that they share. That starts with its first weights."""
+    if python is None:
+        return lambda room: JaxSampler(model, room, ends, pad_id, run.rollout.slots, jit, place)
+    engine = Engine(
+        run.engine,
+        model,
+        folder=run.folder,
+        dtype=run.model.dtype,
+        context=slots + run.rollout.max_completion_length,
+        entries=entries_of(run.model.path),
+        lora_scale=run.lora.scale,
+        command=(python, str(WORKER)),
+    )
+    return lambda room: EngineSampler(engine, room, ends, pad_id)
 
 
 def restore_policy(run: Run, step: int | None = None) -> tuple[int, llama.Model, Params]:
@@ -238,12 +288,15 @@ def load_tokenizer(settings: ModelSettings) -> Tokenizer:
         raise TrainingError(f"the tokenizer of model.path={path}: {error}") from error
 
 
-def _build(run: Run, shape: LlamaConfig) -> llama.Model:
-    return build_model(run.model, shape, run.lora.scale)
+def _build(run: Run, shape: LlamaConfig, place: Placement = ONE_DEVICE) -> llama.Model:
+    return build_model(run.model, shape, run.lora.scale, place.gather)
 
 
 def build_model(
-    settings: ModelSettings, shape: LlamaConfig, lora_scale: float = 1.0
+    settings: ModelSettings,
+    shape: LlamaConfig,
+    lora_scale: float = 1.0,
+    gather: Callable[[Params], Params] | None = None,
 ) -> llama.Model:
     """The functions of a model of that shape, as the settings say they compute."""
     return llama.build(
@@ -253,6 +306,7 @@ def build_model(
         lora_scale=lora_scale,
         attention=attention_kernels.choose(settings.attention, settings.attention_block),
         unroll_layers=settings.unroll_layers,
+        gather=gather,
     )
 
 
@@ -294,6 +348,19 @@ def _references(
     return jax.tree.map(jnp.copy, trainable) if base is None else base, None
 
 
+def _read(settings: ModelSettings, path: Path) -> tuple[LlamaConfig, Params]:
+    """The weights at `model.path`. TrainingError, with what is wrong with the files."""
+    load = gguf.load if path.suffix == ".gguf" else hf.load
+    try:
+        if path.suffix != ".gguf":  # before gigabytes are read
+            _refuse_other_shape(settings.shape, hf.read_config(path), path)
+        shape, params = load(path, settings.base_dtype)
+    except (OSError, ValueError) as error:
+        raise TrainingError(f"model.path={path}: {error}") from error
+    _refuse_other_shape(settings.shape, shape, path)
+    return shape, params
+
+
 def load_model(
     run: Run, task: Task | None, words: Tokenizer, slots: int, jit: Callable = jax.jit
 ) -> tuple[llama.Model, Params]:
@@ -305,12 +372,7 @@ def load_model(
         return jax.tree.map(partial(jnp.asarray, dtype=settings.base_dtype), params)
 
     if settings.path is not None:
-        path = Path(settings.path).expanduser()
-        load = gguf.load if path.suffix == ".gguf" else hf.load
-        if path.suffix != ".gguf":  # before gigabytes are read
-            _refuse_other_shape(settings.shape, hf.read_config(path), path)
-        shape, params = load(path, settings.base_dtype)
-        _refuse_other_shape(settings.shape, shape, path)
+        shape, params = _read(settings, Path(settings.path).expanduser())
         return build(shape), placed(params)
     if settings.shape is None:
         raise TrainingError("model: neither a path nor a shape")

@@ -42,7 +42,7 @@ class Evaluator:
     task: Task
     tokenizer: Tokenizer
     sampler: Sampler
-    probe_sampler: JaxSampler | None  # has room for the forced prefix in its prompts
+    probe_sampler: Sampler | None  # has room for the forced prefix in its prompts
     parts: list[RewardPart]
     logprobs: Callable
 

@@ -123,7 +123,7 @@ def gap_metrics(
     mask: Bool[np.ndarray, "B T"],
 ) -> dict[str, float]:
     """Sampler against trainer (0 to float tolerance for the built-in sampler), and entropy."""
-    gap = np.abs(old_logp - sampler_logp)[mask]
+    gap = np.abs(old_logp - sampler_logp)[mask & ~np.isnan(sampler_logp)]
     return known_only(
         {
             "sampling/sampling_logp_difference/mean": _mean(gap),
@@ -131,6 +131,35 @@ def gap_metrics(
             "entropy": _mean(entropy[mask]),
         }
     )
+
+
+def correction_metrics(
+    weight: Float[np.ndarray, "B T"],
+    old_logp: Float[np.ndarray, "B T"],
+    sampler_logp: Float[np.ndarray, "B T"],
+    mask: Bool[np.ndarray, "B T"],
+) -> dict[str, float]:
+    """What a correction makes of that gap, before any update.
+
+    importance_sampling_ratio/{min,mean,max} are of its weights by token (TRL's names, and as there
+    behind its bounds). Ours: `effective_sample_size` of the plain ratios exp(old - sampler), a
+    share of the tokens (1: sampler and trainer agree), and `corrected_fraction`, the share whose
+    weight is neither their own ratio nor their row's: those beyond a bound.
+    """
+    log = np.where(mask & ~np.isnan(sampler_logp), old_logp - sampler_logp, 0.0)
+    token = np.exp(np.clip(log, -20, 20))
+    row = np.exp(np.clip(log.sum(-1, keepdims=True), -20, 20)) + 0 * token
+    weight, token, row = weight[mask], token[mask], row[mask]
+    if not weight.size:
+        return {}
+    held = ~(np.isclose(weight, token, rtol=1e-4) | np.isclose(weight, row, rtol=1e-4))
+    return {
+        "sampling/importance_sampling_ratio/min": float(weight.min()),
+        "sampling/importance_sampling_ratio/mean": _mean(weight),
+        "sampling/importance_sampling_ratio/max": float(weight.max()),
+        "sampling/effective_sample_size": float(token.sum() ** 2 / (token**2).sum() / token.size),
+        "sampling/corrected_fraction": _mean(held),
+    }
 
 
 def known_only(metrics: dict[str, float]) -> dict[str, float]:

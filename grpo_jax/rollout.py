@@ -29,8 +29,10 @@ from grpo_jax.answers import (
     refuse_broken,
     scored,
 )
+from grpo_jax.kernels import correction as corrections
 from grpo_jax.kernels.advantage import advantage
 from grpo_jax.metrics import (
+    correction_metrics,
     gap_metrics,
     length_metrics,
     outcome_metrics,
@@ -275,12 +277,15 @@ class Collector:
             correct = answers.grouped(np.nan_to_num(correct) > 0).mean(-1)
         metrics = weight_metrics(weight, np.asarray(batch.advantage), correct)
         fresh = np.asarray(batch.rollout.version) == step
-        return metrics | gap_metrics(
-            np.asarray(batch.old_logp),
-            np.asarray(batch.rollout.sampler_logp),
-            np.asarray(entropy),
-            np.asarray(batch.rollout.mask) & fresh[:, None],
-        )
+        old, sampler = np.asarray(batch.old_logp), np.asarray(batch.rollout.sampler_logp)
+        mask = np.asarray(batch.rollout.mask) & fresh[:, None]
+        metrics |= gap_metrics(old, sampler, np.asarray(entropy), mask)
+        rule = self.algorithm.correction
+        if getattr(rule, "func", rule) is corrections.none:
+            return metrics
+        given = batch.old_logp, jnp.asarray(sampler), jnp.asarray(mask)
+        weight = call(rule, *given, logp=given[0], advantage=batch.advantage[:, None])
+        return metrics | correction_metrics(np.asarray(weight), old, sampler, mask)
 
 
 def make_batch(

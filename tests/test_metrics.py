@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from grpo_jax.metrics import (
+    correction_metrics,
     gap_metrics,
     known_only,
     length_metrics,
@@ -121,6 +122,27 @@ def test_gap_and_entropy_are_of_unmasked_tokens():
         }
     )
     assert gap_metrics(old, own, old, np.zeros((1, 3), bool)) == {}
+
+
+def test_the_weights_of_a_correction_and_how_many_it_holds_back():
+    mask = np.array([[True, True, False], [True, True, True]])
+    old = np.log([[0.5, 0.5, 9.0], [0.5, 0.4, 0.2]])
+    sampler = np.array([[0.5, 0.125, NAN], [1.0, 0.4, NAN]])  # ratios 1, 4 | 1/2, 1, unknown: 1
+    weight = np.array([[1, 2, 1], [0.5, 1, 1]])  # held at 2
+    got = correction_metrics(weight, old, np.log(sampler), mask)
+    ratio = "sampling/importance_sampling_ratio"
+    assert got == pytest.approx(
+        {
+            f"{ratio}/min": 0.5,
+            f"{ratio}/mean": 1.1,
+            f"{ratio}/max": 2.0,
+            "sampling/effective_sample_size": 7.5**2 / (1 + 16 + 0.25 + 1 + 1) / 5,
+            "sampling/corrected_fraction": 0.2,
+        }
+    )
+    rows = np.array([[4, 4, 1], [0.5, 0.5, 0.5]])  # products of each row: none is held back
+    assert correction_metrics(rows, old, np.log(sampler), mask)["sampling/corrected_fraction"] == 0
+    assert correction_metrics(weight, old, sampler, np.zeros((2, 3), bool)) == {}
 
 
 def test_only_what_is_known_is_kept():

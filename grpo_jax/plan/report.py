@@ -182,4 +182,10 @@ def _assumptions(plan: Plan) -> Iterator[str]:
             "divided evenly, each device reading all weights for every token, communication not "
             "counted; the trainer itself runs on one device so far."
         )
+    if plan.run.engine.external:
+        text += (
+            f" engine={plan.run.engine.kind}: the rollout's rows are the built-in sampler's; the "
+            "engine's own memory (a second copy of the weights, its cache), its start and the "
+            "hand-over of weights are not counted."
+        )
     yield from textwrap.wrap(text, 100)
