@@ -13,7 +13,7 @@ from grpo_jax.assemble import Run
 from grpo_jax.benchmark.sampling import MOST_SAMPLES, BenchmarkSettings
 from grpo_jax.benchmark_run import Benchmark
 from grpo_jax.check import SEEDS, ConfigError
-from grpo_jax.config import compose, make_run, resolved
+from grpo_jax.config import compose, make_run, refuse_credentials, resolved
 from grpo_jax.tasks import evaluation_sets
 from grpo_jax.tasks.base import Task
 from grpo_jax.tasks.prompts import STYLES, style_of
@@ -63,6 +63,7 @@ def make_benchmark(config: Any, folder: Path, overrides: Sequence[str]) -> Bench
             the run has, and that before the defaults.
     """
     values = resolved(config)
+    refuse_credentials(values)
     said = {word.lstrip("+~").partition("=")[0].partition("@")[0] for word in overrides}
     names = [field.name for field in fields(Options)]
     refuse_unknown("", values, {*names, *map(str, _training())})

@@ -28,6 +28,7 @@ from grpo_jax.folder import claim
 from grpo_jax.models import lora
 from grpo_jax.models.llama import Model
 from grpo_jax.rewards.combine import RewardPart
+from grpo_jax.screen import say
 from grpo_jax.tasks.agreement import mismatch
 from grpo_jax.tasks.base import Task, drop_long
 from grpo_jax.tokenizer import Tokenizer
@@ -62,9 +63,9 @@ def evaluate(benchmark: Benchmark) -> dict[str, Any]:
     folder, settings = benchmark.folder, benchmark.settings
     claim(folder, benchmark.config)
     if (folder / RESULT).exists():
-        tqdm.write(f"complete already, nothing to do: {folder}")
+        say(f"complete already, nothing to do: {folder}")
         result = json.loads((folder / RESULT).read_text(encoding="utf-8"))
-        tqdm.write(tables(result))
+        say(tables(result))
         return result
     words = load_tokenizer(benchmark.policy.model)
     tasks = {name: _held(benchmark, name, words) for name in benchmark.sets}
@@ -91,7 +92,7 @@ def evaluate(benchmark: Benchmark) -> dict[str, Any]:
     _write(folder / REPORT, f"# Evaluation\n\n{tables(result)}\n")
     _write(folder / RESULT, json.dumps(result, indent=1, allow_nan=False) + "\n")
     (folder / BATCHES).unlink()
-    tqdm.write(tables(result))
+    say(tables(result))
     return result
 
 
@@ -118,7 +119,7 @@ def _held(benchmark: Benchmark, name: str, words: Tokenizer) -> Task:
     task = replace(task, heldout=heldout, dropped=dropped)
     problem = mismatch(task, benchmark.reward)
     if problem is not None:
-        tqdm.write(f"note: {name}: {problem}")
+        say(f"note: {name}: {problem}")
     return task
 
 
@@ -228,9 +229,7 @@ def _tell(name: str, task: Task, batches: Sequence[dict[str, Any]]) -> None:
     """A few answers; by repr, since what a model writes may hold control characters."""
     for row in [row for row in _rows(batches) if row["sample"] == 0][:TOLD_ANSWERS]:
         prompt, text = task.heldout[row["problem"]].text[-40:], row["completion"][-80:]
-        tqdm.write(
-            f"{name}: {prompt!r} -> {text!r} (gold {row['answer']!r}, correct {row['correct']})"
-        )
+        say(f"{name}: {prompt!r} -> {text!r} (gold {row['answer']!r}, correct {row['correct']})")
 
 
 def _versions() -> dict[str, str]:

@@ -2,8 +2,11 @@
 
 XLA's own compilation cache (`jax_compilation_cache_dir`), which names a program by all that it
 depends on. `JAX_ENABLE_COMPILATION_CACHE=false` in the environment turns it off.
+
+Whoever can write there decides what this process runs: the folder is its user's alone.
 """
 
+import os
 import tempfile
 from contextlib import suppress
 from pathlib import Path
@@ -23,6 +26,9 @@ def keep_compiled(folder: Path) -> str | None:
         return None
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        if folder.stat().st_uid != os.geteuid():
+            return f"compiled programs are not kept for the next run: {folder} is another user's"
+        folder.chmod(0o700)
         tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
         return f"compiled programs are not kept for the next run: {folder}: {error.strerror}"

@@ -22,6 +22,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
+from zipfile import BadZipFile
 
 import jax
 import numpy as np
@@ -141,7 +142,8 @@ def find(path: Path, step: int | None = None) -> Path:
     if not path.is_dir():
         raise RecordingError(f"no such folder: {path}")
     rollouts = path if path.name == FOLDER else path / FOLDER
-    found = {int(p.parent.name[5:]): p.parent for p in sorted(rollouts.glob(f"step_*/{META}"))}
+    places = [p.parent for p in sorted(rollouts.glob(f"step_*/{META}"))]
+    found = {int(p.name[5:]): p for p in places if p.name[5:].isdecimal()}
     if not found:
         raise RecordingError(
             f"{path} holds no recorded rollouts: train with checkpoint.rollouts_every=10, say"
@@ -156,7 +158,7 @@ def load(folder: Path) -> Recording:
     """Read the recording in a step's folder back. Raises RecordingError."""
     try:
         meta = json.loads((folder / META).read_text(encoding="utf-8"))
-        with np.load(folder / ARRAYS) as file:
+        with open(folder / ARRAYS, "rb") as raw, np.load(raw, allow_pickle=False) as file:
             arrays = dict(file)
         for name in ("before", "after"):
             if not (folder / f"{name}.safetensors").is_file():
@@ -172,7 +174,7 @@ def load(folder: Path) -> Recording:
         )
     except KeyError as error:
         raise RecordingError(f"{folder} is no whole recording: it has no {error}") from error
-    except (OSError, ValueError, TypeError) as error:
+    except (OSError, EOFError, ValueError, TypeError, BadZipFile) as error:
         raise RecordingError(f"{folder} is no whole recording: {error}") from error
 
 
@@ -196,6 +198,8 @@ def load_params(path: Path) -> Params:
         node = tree
         for place in places:
             node = node.setdefault(place, {})
+            if not isinstance(node, dict):
+                raise RecordingError(f"{path}: {name} lies within another tensor")
         node[last] = leaf
     return tree
 

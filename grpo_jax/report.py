@@ -16,6 +16,8 @@ import numpy as np
 import yaml
 
 from grpo_jax import stats
+from grpo_jax.markdown import literal
+from grpo_jax.screen import visible
 
 DEFAULT = "(default)"  # the label of runs that left the varied key alone
 CURVE_POINTS = 60  # longer curves are averaged over bins of steps, or the intervals are a smear
@@ -288,7 +290,7 @@ def _draw(sweep: Sweep, panels: dict[str, str], y_label: str, paths: Iterable[Pa
     import matplotlib
     from matplotlib.figure import Figure  # no pyplot: no window, no global state (Agg)
 
-    labels = {group.label: f"{group.label} (n = {len(group.runs)})" for group in sweep.groups}
+    labels = {g.label: f"{visible(g.label)} (n = {len(g.runs)})" for g in sweep.groups}
     width = 6.4 if len(panels) == 1 else 3.6 * len(panels) + 0.6  # inches
     fitting = max(1, int(11 * width / (max(map(len, labels.values())) + 6)))  # 11 letters an inch
     legend_rows = math.ceil(len(labels) / fitting)
@@ -318,7 +320,7 @@ def _draw(sweep: Sweep, panels: dict[str, str], y_label: str, paths: Iterable[Pa
             list(handles),
             loc="outside lower center",
             ncols=math.ceil(len(labels) / legend_rows),
-            title=sweep.title if sweep.varied else None,
+            title=visible(sweep.title) if sweep.varied else None,
             frameon=False,
         )
         for path in paths:
@@ -382,8 +384,9 @@ def _is_number(value: object) -> bool:
 
 
 def markdown(rows: Sequence[Sequence[str]]) -> str:
-    """A padded Markdown table, so that it also reads well in a terminal."""
-    rows = [[cell.replace("|", "\\|") for cell in row] for row in rows]
+    """A padded Markdown table, so that it also reads well in a terminal. Cells are text: nothing in
+    them is a tag, a link or an end of the row."""
+    rows = [[literal(cell).replace("|", "\\|") for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [
         "| " + " | ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)) + " |"

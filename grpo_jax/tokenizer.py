@@ -16,11 +16,16 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from grpo_jax import template
+
 # Templates that print the day they are rendered on (Llama 3.2's "Today Date: ...") would give each
 # day other prompts. This is the day that Llama 3.1's template names where it is told none.
 PINNED_DATE = date(2024, 7, 26)
 # The call is replaced in the template's text: transformers lets no function into a template.
 _ASKS_FOR_DATE = re.compile(r"""strftime_now\(\s*(?:'([^'"\\]*)'|"([^'"\\]*)")\s*\)""")
+
+# half a code point, which some data sets hold and no tokenizer takes
+_SURROGATE, _UNKNOWN = re.compile("[\ud800-\udfff]"), "\N{REPLACEMENT CHARACTER}"
 
 _CHARACTERS = "0123456789+-*/=() \n<>abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ?.,:"
 _SPECIAL = ("<pad>", "<bos>", "<eos>", "<unk>", "<|user|>", "<|assistant|>")
@@ -55,6 +60,7 @@ class Tokenizer:
 
         Raises ValueError if `bos` is asked of a tokenizer without one.
         """
+        text = _SURROGATE.sub(_UNKNOWN, text)
         ids = self.backend(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
         if not bos:
             return ids
@@ -78,7 +84,7 @@ class Tokenizer:
         written by both.) Exactly one BOS leads if the tokenizer uses one. Raises ValueError if the
         tokenizer has no chat template, or one whose date can't be pinned.
         """
-        messages = list(messages)
+        messages = [m | {"content": _SURROGATE.sub(_UNKNOWN, m["content"])} for m in messages]
         if any(self._special_pattern.search(message["content"]) for message in messages):
             ids = self._shielded_chat(messages)
         else:
@@ -208,17 +214,25 @@ def load(folder: str | Path, chat_arguments: Mapping[str, Any] | None = None) ->
     `chat_arguments` are passed to the chat template at each use: `{"enable_thinking": False}` lets
     Qwen3 answer without thinking, `{"date_string": "01 Jan 2025"}` gives Llama 3 another date.
 
-    Raises FileNotFoundError if the folder holds no tokenizer, ValueError if it names no EOS or if
-    the chat template doesn't know an argument.
+    No Python file of the folder is run. Raises FileNotFoundError if the folder holds no tokenizer,
+    ValueError if it names no EOS, if it needs code of its own, or if the chat template doesn't know
+    an argument or does harm (`template.py`).
     """
     folder = Path(folder)
     if not (folder / "tokenizer_config.json").is_file():
         raise FileNotFoundError(f"no tokenizer_config.json in {folder}: not a tokenizer's folder")
-    backend = _transformers().AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    backend = _transformers().AutoTokenizer.from_pretrained(
+        folder,
+        local_files_only=True,
+        trust_remote_code=False,  # said, or it would ask whoever sits there, and wait
+    )
     plain = backend("a")["input_ids"]
     adds_bos = backend.bos_token_id is not None and plain[:1] == [backend.bos_token_id]
     chat_arguments = dict(chat_arguments or {})
     _check_arguments(backend.chat_template, chat_arguments)
+    templates = backend.chat_template or {}
+    for text in [templates] if isinstance(templates, str) else templates.values():
+        template.refuse_harmful(text, chat_arguments)
     return _wrap(backend, _saved_eos(folder), adds_bos, chat_arguments)
 
 

@@ -70,8 +70,9 @@ def warm_params(
     """
     key = _cache_key(settings, model, task, identity | {"prompt_slots": prompt_slots}, seed)
     path = cache / "warmstart" / f"{key}.safetensors"
-    if path.exists():
-        return _unflatten(load_file(path)), True
+    kept = _kept(path, model)
+    if kept is not None:
+        return kept, True
     params = _train(settings, model, task, tokenizer, prompt_slots, seed, progress, jit)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -82,6 +83,23 @@ def warm_params(
     except (OSError, SafetensorError) as error:
         say(f"note: the warm start is not kept for the next run: {error}")
     return params, False
+
+
+def _kept(path: Path, model: Model) -> Params | None:
+    """What the cache has for this model; None, and a word, for a file that is something else."""
+    if not path.exists():
+        return None
+    wanted = jax.tree_util.tree_leaves_with_path(jax.eval_shape(model.init, jax.random.key(0)))
+    try:
+        flat = load_file(path)
+        found = {name: (leaf.shape, leaf.dtype) for name, leaf in flat.items()}
+        if found == {_place(at): (leaf.shape, leaf.dtype) for at, leaf in wanted}:
+            return _unflatten(flat)
+        problem: object = "its tensors are not this model's"
+    except (OSError, SafetensorError) as error:
+        problem = error
+    say(f"note: {path} is no warm start, and is made again: {problem}")
+    return None
 
 
 def _train(
@@ -182,7 +200,11 @@ def _cache_key(settings, model: Model, task: Task, identity: dict, seed: int) ->
 
 def _flatten(params: Params) -> dict[str, np.ndarray]:
     leaves, _ = jax.tree_util.tree_flatten_with_path(params)
-    return {"/".join(k.key for k in path): np.asarray(leaf) for path, leaf in leaves}
+    return {_place(path): np.asarray(leaf) for path, leaf in leaves}
+
+
+def _place(path: tuple[Any, ...]) -> str:
+    return "/".join(step.key for step in path)
 
 
 def _unflatten(flat: dict[str, np.ndarray]) -> Params:

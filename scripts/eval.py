@@ -20,8 +20,10 @@ from grpo_jax.benchmark_config import make_benchmark
 from grpo_jax.benchmark_run import RESULT, evaluate
 from grpo_jax.check import ConfigError
 from grpo_jax.compiled import keep_compiled
+from grpo_jax.confidential import blank
 from grpo_jax.config import check_choices
 from grpo_jax.logging import write_failed
+from grpo_jax.screen import say
 from grpo_jax.types import TrainingError
 
 
@@ -30,7 +32,7 @@ def prepare_process(cache: Path) -> None:
     quiet."""
     problem = keep_compiled(cache / "xla")
     if problem is not None:
-        print(f"note: {problem}")
+        say(f"note: {problem}")
     for library in ("absl", "datasets"):
         logging.getLogger(library).setLevel(logging.WARNING)
 
@@ -49,8 +51,9 @@ def main(config: DictConfig) -> None:
         if not (folder / RESULT).exists():  # a complete evaluation stays complete
             write_failed(folder, error)
         if not isinstance(error, ConfigError | TrainingError):
+            blank(error)
             raise
-        print(f"error: {error}", file=sys.stderr)
+        say(f"error: {error}", error=True)
         if job.mode == RunMode.RUN:
             sys.exit(2)
         # the sweep goes on with its other jobs, and ends with the first failed one's text

@@ -25,6 +25,7 @@ from grpo_jax.assemble import Run, restore_policy
 from grpo_jax.check import ConfigError
 from grpo_jax.config import make_run
 from grpo_jax.models import hf, lora
+from grpo_jax.screen import say
 from grpo_jax.tokenizer import char_tokenizer
 from grpo_jax.types import TrainingError
 
@@ -95,7 +96,9 @@ def _copy_companions(source: Path, part: Path) -> dict[str, Any]:
         if (source / name).is_file():
             shutil.copyfile(source / name, part / name)
     config = source / "config.json"  # beside a .gguf file there may be none
-    return json.loads(config.read_text(encoding="utf-8")) if config.is_file() else {}
+    entries = json.loads(config.read_text(encoding="utf-8")) if config.is_file() else {}
+    entries.pop("auto_map", None)  # names Python files that were never run, and stay behind
+    return entries
 
 
 def _write_characters(part: Path) -> dict[str, Any]:
@@ -131,7 +134,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         print(export(options.run, options.out, options.step, options.dtype))
     except (ConfigError, TrainingError) as error:
-        print(f"export_hf: {error}", file=sys.stderr)
+        say(f"export_hf: {error}", error=True)
         return 2
     return 0
 

@@ -25,6 +25,7 @@ from grpo_jax.compiled import keep_compiled
 from grpo_jax.policy import PolicySettings
 from grpo_jax.recording import RecordingError
 from grpo_jax.replay import ReplayError, refuse, replay
+from grpo_jax.screen import say
 from grpo_jax.types import TrainingError
 
 
@@ -32,7 +33,7 @@ def prepare_process(cache: Path) -> None:
     """The next replay of a model of this shape finds its programs compiled."""
     problem = keep_compiled(cache / "xla")
     if problem is not None:
-        print(f"note: {problem}")
+        say(f"note: {problem}")
 
 
 def run(path: Path, step: int | None, at: str, out: Path | None, specs: Sequence[str]) -> None:
@@ -46,7 +47,7 @@ def run(path: Path, step: int | None, at: str, out: Path | None, specs: Sequence
     out = folder / f"replay_{at}" if out is None else out
     out.mkdir(parents=True, exist_ok=True)
     for note in notes:
-        print(f"note: {note}")
+        say(f"note: {note}")
     prepare_process(own.cache)
     base = load_base(own, recorded.moment.base) if own.lora.active else None
     result = replay(
@@ -67,7 +68,7 @@ def run(path: Path, step: int | None, at: str, out: Path | None, specs: Sequence
     report = ["# Replay", text, f"![heat map]({figure.name})"]
     (out / "replay.md").write_text("\n\n".join(report) + "\n", encoding="utf-8")
     (out / "replay.csv").write_text(replay_report.table_csv(result), encoding="utf-8")
-    print(text)
+    say(text)
     print(f"\n{len(objectives)} objectives in {time.perf_counter() - began:.0f} s\n{out}")
 
 
@@ -92,7 +93,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         run(options.path, options.step, options.at, options.out, words[split + 1 :])
     except (ConfigError, RecordingError, ReplayError, TrainingError) as error:
-        print(f"replay: {error}", file=sys.stderr)
+        say(f"replay: {error}", error=True)
         return 2
     return 0
 

@@ -190,6 +190,7 @@ def sick_gradient(log_ratio, advantage, logp, mask):
 
 @pytest.mark.parametrize("cause", ["advantage", "old_logp", "gradient"])
 def test_a_step_that_is_not_finite_changes_nothing_and_says_so(cause):
+    """Case L9: kyutai-labs/pocket-tts#262, miles#2078, google-deepmind/optax#1746."""
     model, params = policy()
     algorithm = make_algorithm(clip=sick_gradient) if cause == "gradient" else GRPO
     healthy = make_update(GRPO, model, adam(), settings())
@@ -244,6 +245,7 @@ def test_rows_that_are_not_kept_have_no_say():
 
 
 def test_masters_are_float32_when_the_matmuls_are_not():
+    """Case L10: workofart/ml-by-hand#85, AReaL#1634 (100 updates of -6e-4 left bfloat16 at 1.0)."""
     model = bigram("bfloat16")
     ones = jax.tree.map(jnp.ones_like, policy()[1])
     # -6e-4 is below half a step of bfloat16 at 1, so a bfloat16 master would stay there

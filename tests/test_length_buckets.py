@@ -189,6 +189,7 @@ def test_rounds_and_steps_of_different_lengths_come_together():
 
 
 def test_each_width_compiles_once(compiles):
+    """Case M2: verl#7272, pytorch/torchtitan#2823, vllm#16726 (a compile a length)."""
     model, algorithm, settings = bigram(), make_algorithm(), PolicySettings(1.0, 4, 32)
     lengths = [6, 20, 30, 3, 17, 28, 22, 7, 31]  # of the widths 8, 24, 32, 8, 24, 32, ...
     made = bucketed(*(["1", "2", "1", "3" * (length - 1)] for length in lengths))

@@ -18,6 +18,7 @@ import numpy as np
 
 from grpo_jax.answers import Answers, scored
 from grpo_jax.benchmark.votes import final_answer
+from grpo_jax.confidential import hidden
 from grpo_jax.generate import JaxSampler
 from grpo_jax.models.llama import Model
 from grpo_jax.rewards.combine import RewardPart
@@ -181,7 +182,7 @@ def _later(
             "rows": _rows(answers, batch, bench.tokenizer.eos_ids),
             "unscorable": answers.rewards.unscorable,
             "failed": answers.rewards.failed,
-            "errors": answers.rewards.errors,
+            "errors": {part: hidden(text) for part, text in answers.rewards.errors.items()},
         }
 
     return read

@@ -39,7 +39,7 @@ def load(path: str | Path, dtype: str = "float32") -> tuple[LlamaConfig, Params]
     Raises ValueError that names the file and an unknown architecture, RoPE scaling or tensor
     (experts and the `rope_freqs` of Llama 3.1 and later among them).
     """
-    return _load(Path(path), GGUFReader(path), dtype)
+    return _load(Path(path), _reader(path), dtype)
 
 
 def to_hf_folder(path: str | Path, folder: str | Path, dtype: str = "float32") -> LlamaConfig:
@@ -48,7 +48,7 @@ def to_hf_folder(path: str | Path, folder: str | Path, dtype: str = "float32") -
     The special token ids and the context length go along into config.json; the tokenizer's own
     files are not written.
     """
-    reader = GGUFReader(path)
+    reader = _reader(path)
     config, params = _load(Path(path), reader, dtype)
     extra = {
         "max_position_embeddings": _field(reader, f"{config.family}.context_length"),
@@ -59,6 +59,14 @@ def to_hf_folder(path: str | Path, folder: str | Path, dtype: str = "float32") -
     known = {name: value for name, value in extra.items() if value is not None}
     hf.save(folder, config, params, dtype, known)
     return config
+
+
+def _reader(path: str | Path) -> GGUFReader:
+    try:
+        return GGUFReader(path)
+    except (ValueError, IndexError, KeyError, OverflowError, MemoryError) as error:
+        # what a torn file, or a header that lies about counts and offsets, leads the reader to
+        raise ValueError(f"{path} is no whole GGUF file: {error}") from error
 
 
 def _load(path: Path, reader: GGUFReader, dtype: str) -> tuple[LlamaConfig, Params]:
@@ -78,7 +86,7 @@ def _load(path: Path, reader: GGUFReader, dtype: str) -> tuple[LlamaConfig, Para
             return weight
 
         return config, hf.assemble(config, stored, read, dtype)
-    except ValueError as error:
+    except (ValueError, TypeError, IndexError, OverflowError) as error:
         raise ValueError(f"{path}: {error}") from error
 
 

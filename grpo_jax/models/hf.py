@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from grpo_jax.models import llama
@@ -187,11 +187,14 @@ def load(folder: str | Path, dtype: str = "float32") -> tuple[LlamaConfig, Param
     with ExitStack() as stack:
         where = {}
         for path in _weight_files(Path(folder)):
-            file = stack.enter_context(safe_open(path, framework="numpy"))
+            try:
+                file = stack.enter_context(safe_open(path, framework="numpy"))
+            except SafetensorError as error:
+                raise ValueError(f"{path}: {error}") from error
             where |= dict.fromkeys(file.keys(), file)
         try:
             return config, assemble(config, where, lambda name: where[name].get_tensor(name), dtype)
-        except ValueError as error:
+        except (ValueError, TypeError, SafetensorError) as error:
             raise ValueError(f"{folder}: {error}") from error
 
 
@@ -201,7 +204,13 @@ def _weight_files(folder: Path) -> list[Path]:
         return [single]
     if not index.is_file():
         raise FileNotFoundError(f"{folder} has neither {single.name} nor {index.name}")
-    names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    try:
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{index} is no index of shards: {error!r}") from error
+    outside = [name for name in names if Path(name).name != name]
+    if outside:
+        raise ValueError(f"{index} names what is not a file beside it: {_some(outside)}")
     absent = [name for name in names if not (folder / name).is_file()]
     if absent:
         raise FileNotFoundError(f"{index} names shards that are not there: {_some(absent)}")

@@ -54,6 +54,7 @@ def test_values_equal_log_softmax_and_gather(vocabulary, chunk, temperature):
 
 @pytest.mark.parametrize(("vocabulary", "chunk"), SIZES)
 def test_gradients_equal_log_softmax_and_gather(vocabulary, chunk):
+    """Case M1: huggingface/trl#2709, #2683, #2773 (the values: the test above)."""
     hidden, head, targets = problem(vocabulary)
 
     def mine(hidden, head, temperature):
@@ -202,7 +203,10 @@ def test_no_array_of_rows_times_vocabulary_is_traced(vocabulary, chunk):
 
 
 def test_temporary_memory_does_not_grow_with_the_vocabulary():
-    """Bytes that XLA says it needs for the gradient at N=256: flat in V, falling with the chunk."""
+    """Case M1: OpenRLHF#718, Liger-Kernel#953.
+
+    Bytes that XLA says it needs for the gradient at N=256: flat in V, falling with the chunk.
+    """
 
     def temporary(vocabulary, chunk):
         program, shapes = gradient_program(vocabulary, chunk)
