@@ -1,11 +1,12 @@
 """Compare the runs in a folder: a table with intervals, paired differences, curves.
 
-    python scripts/compare.py FOLDER [--metric eval/accuracy] [--baseline NAME] [--partial]
+    python scripts/compare.py FOLDER [--metric NAME] [--baseline NAME] [--partial] [--wandb]
 
 Reads run folders only (no W&B, no accelerator) and may be repeated at any time, also while a sweep
 runs. Prints the tables and writes into FOLDER: report.md, summary.csv (one row a run),
 learning_curve.png/.svg, length.png/.svg. The tables hold no path, date or wall time: the same sweep
-run twice gives the same tables.
+run twice gives the same tables. `--wandb` also logs tables and plots as a W&B run beside the
+sweep's own: always the same one of a folder, which stays offline unless `--wandb online`.
 """
 
 import argparse
@@ -15,8 +16,13 @@ import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
+
+import yaml
 
 from grpo_jax import report, stats
+from grpo_jax.markdown import code, literal
+from grpo_jax.screen import say
 
 METRICS = (
     "eval/accuracy",
@@ -59,20 +65,49 @@ def with_interval(value: float, interval: tuple[float, float] | None) -> str:
     return f"{first} [{', '.join(bounds)}]" if bounds else first
 
 
-def final_table(sweep: report.Sweep, metrics: Sequence[str]) -> list[list[str]]:
-    """One row a group: label, seeds, last step, then each metric's IQM and interval."""
-    rows = [[sweep.title, "n", "steps", *metrics]]
-    for group in sweep.groups:
-        cells = [_final_cell(group, metric) for metric in metrics]
-        rows.append([group.label, str(len(group.runs)), _steps(group), *cells])
-    return rows
+class Final(NamedTuple):
+    """A metric of a group at the end of its runs."""
+
+    metric: str
+    group: str
+    n: int  # runs that have it
+    iqm: float
+    low: float | None  # None: one seed has no interval
+    high: float | None
 
 
-def difference_table(
+class Difference(NamedTuple):
+    """A metric of a group against the baseline, on common seeds."""
+
+    metric: str
+    group: str
+    n: int
+    difference: float
+    low: float
+    high: float
+    p: float
+    higher: float
+
+
+def final_values(sweep: report.Sweep, metrics: Sequence[str]) -> dict[tuple[str, str], Final]:
+    """By metric and the group's label; nothing where no run of the group has the metric."""
+    found = {}
+    for metric in metrics:
+        for group in sweep.groups:
+            values = group.finals(metric)
+            if values:
+                interval = stats.bootstrap_interval(values, resamples=RESAMPLES)
+                low, high = (None, None) if interval is None else map(float, interval)
+                facts = (len(values), float(stats.iqm(values)), low, high)
+                found[metric, group.label] = Final(metric, group.label, *facts)
+    return found
+
+
+def differences(
     sweep: report.Sweep, metrics: Sequence[str], baseline: report.Group
-) -> list[list[str]]:
-    """One row a metric and group other than the baseline, where two common seeds have both."""
-    rows = [["metric", sweep.title, "n", "difference", "p", "P(higher)"]]
+) -> list[Difference]:
+    """One a metric and group other than the baseline, where two common seeds have both."""
+    found = []
     for metric in metrics:
         reference = baseline.by_seed(metric)
         for group in sweep.groups:
@@ -80,12 +115,31 @@ def difference_table(
             common = sorted(set(values) & set(reference))
             x, y = [values[s] for s in common], [reference[s] for s in common]
             result = stats.paired_difference(x, y, resamples=RESAMPLES)
-            if group is baseline or result is None:
-                continue
-            difference = with_interval(result.mean, (result.low, result.high))
-            higher = f"{stats.probability_of_improvement(x, y):.2f}"
-            n, p = str(result.n), f"{result.p:.3f}"
-            rows.append([metric, group.label, n, difference, p, higher])
+            if group is not baseline and result is not None:
+                higher = float(stats.probability_of_improvement(x, y))
+                facts = (result.n, result.mean, result.low, result.high, result.p, higher)
+                found.append(Difference(metric, group.label, *facts))
+    return found
+
+
+def final_table(
+    sweep: report.Sweep, metrics: Sequence[str], finals: dict[tuple[str, str], Final]
+) -> list[list[str]]:
+    """One row a group: label, seeds, last step, then each metric's IQM and interval."""
+    rows = [[sweep.title, "n", "steps", *metrics]]
+    for group in sweep.groups:
+        cells = [_final_cell(group, finals.get((metric, group.label))) for metric in metrics]
+        rows.append([group.label, str(len(group.runs)), _steps(group), *cells])
+    return rows
+
+
+def difference_table(sweep: report.Sweep, found: Sequence[Difference]) -> list[list[str]]:
+    """A row each, and the head."""
+    rows = [["metric", sweep.title, "n", "difference", "p", "P(higher)"]]
+    for row in found:
+        difference = with_interval(row.difference, (row.low, row.high))
+        p, higher = f"{row.p:.3f}", f"{row.higher:.2f}"
+        rows.append([row.metric, row.group, str(row.n), difference, p, higher])
     return rows
 
 
@@ -113,22 +167,25 @@ def summary(sweep: report.Sweep, metrics: Sequence[str]) -> str:
     return text.getvalue()
 
 
-def tables(sweep: report.Sweep, metrics: Sequence[str], baseline: report.Group | None) -> str:
+def tables(
+    sweep: report.Sweep,
+    metrics: Sequence[str],
+    baseline: report.Group | None,
+    finals: dict[tuple[str, str], Final],
+    paired: Sequence[Difference],
+) -> str:
     """Both tables with what they mean, as Markdown; a sentence only if there is no group."""
     count = sum(len(group.runs) for group in sweep.groups)
     parts = [f"{_plural(count, 'run')} in {_plural(len(sweep.groups), 'group')}."]
     if sweep.common:
-        shared = ", ".join(f"`{key}={value}`" for key, value in sweep.common.items())
+        shared = ", ".join(code(f"{key}={value}") for key, value in sweep.common.items())
         parts[0] += f" The same in all: {shared}."
     if baseline is not None:
-        parts += ["## Final values", FINAL_NOTE, report.markdown(final_table(sweep, metrics))]
-        differences = difference_table(sweep, metrics, baseline)
-        if len(differences) > 1:
-            parts += [
-                f"## Differences from {baseline.label}",
-                PAIRED_NOTE,
-                report.markdown(differences),
-            ]
+        table = report.markdown(final_table(sweep, metrics, finals))
+        parts += ["## Final values", FINAL_NOTE, table]
+        if paired:
+            table = report.markdown(difference_table(sweep, paired))
+            parts += [f"## Differences from {literal(baseline.label)}", PAIRED_NOTE, table]
         elif len(sweep.groups) > 1:
             parts += ["No paired differences: fewer than two common seeds."]
     return "\n\n".join(parts)
@@ -141,19 +198,18 @@ def exceptions(sweep: report.Sweep) -> str:
     named += [(run, f"included: {run.status}, at step {run.last_step}") for run in partial]
     lines = []
     for run, reason in sorted(named, key=lambda pair: pair[0].folder):
-        first_line = (reason.splitlines() or [""])[0]
-        lines.append(f"- {sweep.label(run)}, seed {run.seed} (`{run.folder}`): {first_line}")
+        first_line = literal((reason.splitlines() or [""])[0])
+        label, folder = literal(sweep.label(run)), code(run.folder)
+        lines.append(f"- {label}, seed {literal(str(run.seed))} ({folder}): {first_line}")
     return "\n".join(lines)
 
 
-def _final_cell(group: report.Group, metric: str) -> str:
-    values = group.finals(metric)
-    if not values:
+def _final_cell(group: report.Group, final: Final | None) -> str:
+    if final is None:
         return MISSING
-    interval = stats.bootstrap_interval(values, resamples=RESAMPLES)
-    bounds = None if interval is None else (float(interval[0]), float(interval[1]))
-    text = with_interval(float(stats.iqm(values)), bounds)
-    return text if len(values) == len(group.runs) else f"{text} (n = {len(values)})"
+    bounds = None if final.low is None or final.high is None else (final.low, final.high)
+    text = with_interval(final.iqm, bounds)
+    return text if final.n == len(group.runs) else f"{text} (n = {final.n})"
 
 
 def _steps(group: report.Group) -> str:
@@ -194,30 +250,58 @@ def _metrics(sweep: report.Sweep, asked: str | None) -> list[str]:
     return found
 
 
-def compare(folder: Path, *, metric: str | None, baseline: str | None, partial: bool) -> int:
+def compare(
+    folder: Path, *, metric: str | None, baseline: str | None, partial: bool, wandb: str | None
+) -> int:
     """Do it all; the exit status. FileNotFoundError and ValueError have a message for the user."""
     sweep = report.load_sweep(folder, partial=partial)
     metrics = _metrics(sweep, metric) if sweep.groups else []
     reference = _baseline(sweep, baseline) if sweep.groups else None
-    compared, named = tables(sweep, metrics, reference), exceptions(sweep)
-    figures: list[str] = []
+    finals = final_values(sweep, metrics)
+    paired = [] if reference is None else differences(sweep, metrics, reference)
+    compared, named = tables(sweep, metrics, reference, finals, paired), exceptions(sweep)
+    figures: dict[str, Path] = {}
     if metrics:
-        curve = folder / "learning_curve.png"
+        figures[metrics[0]] = curve = folder / "learning_curve.png"
         report.draw_learning_curve(sweep, metrics[0], [curve, curve.with_suffix(".svg")])
-        figures = ["## Along training", FIGURE_NOTE, f"![{metrics[0]}]({curve.name})"]
         length = folder / "length.png"
         if report.draw_length(sweep, [length, length.with_suffix(".svg")]):
-            figures.append(f"![length of answers]({length.name})")
-    parts = [f"# Comparison by {', '.join(sweep.varied) or 'seed'}", compared, *figures]
+            figures["length of answers"] = length
+    parts = [f"# Comparison by {literal(', '.join(sweep.varied) or 'seed')}", compared]
+    parts += ["## Along training", FIGURE_NOTE] if figures else []
+    parts += [f"![{literal(name)}]({path.name})" for name, path in figures.items()]
     if named:
         parts += ["## Runs to know about", named]
     (folder / "report.md").write_text("\n\n".join(parts) + "\n", encoding="utf-8")
     (folder / "summary.csv").write_text(summary(sweep, metrics), encoding="utf-8")
-    print("\n\n".join([compared, named] if named else [compared]))
+    say("\n\n".join([compared, named] if named else [compared]))
     if not sweep.groups:
         print("compare: no finished run; --partial takes the others", file=sys.stderr)
         return 1
+    if wandb is not None:
+        from grpo_jax.logging import log_comparison  # and jax, which reading folders does without
+
+        project, group = _wandb_place(folder, sweep)
+        log_comparison(
+            folder,
+            mode=wandb,
+            project=project,
+            group=group,
+            tables={
+                "comparison/final": (Final._fields, list(finals.values())),
+                "comparison/differences": (Difference._fields, paired),
+            },
+            figures={f"comparison/{path.stem}": path for path in figures.values()},
+        )
     return 0
+
+
+def _wandb_place(folder: Path, sweep: report.Sweep) -> tuple[str, str]:
+    """(project, group) of the sweep's own runs, as their configuration has them."""
+    config = folder / sweep.groups[0].runs[0].folder / ".hydra" / "config.yaml"
+    known = yaml.safe_load(config.read_text(encoding="utf-8")) if config.is_file() else None
+    logger = (known or {}).get("logger") or {}
+    return logger.get("project") or "grpo_jax", logger.get("group") or folder.resolve().name
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -228,6 +312,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--metric", help="the curve's metric and the tables' first (eval/accuracy)")
     parser.add_argument("--baseline", metavar="NAME", help="a group (default: the sweep's first)")
     parser.add_argument("--partial", action="store_true", help="take in failed and unfinished runs")
+    parser.add_argument(
+        "--wandb",
+        nargs="?",
+        const="offline",
+        choices=("offline", "online"),
+        help="log the comparison to W&B too (without a word: offline)",
+    )
     options = parser.parse_args(arguments)
     try:
         return compare(
@@ -235,9 +326,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             metric=options.metric,
             baseline=options.baseline,
             partial=options.partial,
+            wandb=options.wandb,
         )
     except (FileNotFoundError, ValueError) as error:
-        print(f"compare: {error}", file=sys.stderr)
+        say(f"compare: {error}", error=True)
         return 2
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 SCRIPT = Path(__file__).parent.parent / "scripts" / "train.py"
 SWEEP = "-m optim.lr=007,-1 model.path=a/b"
-SCREEN = 12  # lines, Hydra's own included
+SCREEN = 13  # lines, Hydra's own and the summary of a sweep included
 # command -> what its text must name; the first six are those that the project promises
 COMMANDS = {
     "clip.hihg=.3": ("clip.hihg", "not in struct"),

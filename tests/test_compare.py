@@ -4,6 +4,7 @@ import csv
 import importlib.util
 import json
 import shutil
+import time
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,7 @@ import pytest
 import yaml
 
 from grpo_jax import report
+from tests.test_logging import records
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "compare.py"
 _spec = importlib.util.spec_from_file_location("compare_script", SCRIPT)
@@ -298,6 +300,40 @@ def test_metrics_survive_a_kill_a_resume_and_missing_values(tmp_path):
     assert rows == {2: {"reward": 0.5}, 3: {"reward": 0.3, "kl": 0.1}}
     run = report.Run("", {}, None, 0, "done", "", rows)
     assert run.final("reward") == 0.3 and run.final("kl") == 0.1 and run.final("loss") is None
+
+
+def test_the_comparison_goes_to_wandb_too_always_as_the_same_run(sweep):
+    config = sweep / "multirun" / "0" / ".hydra" / "config.yaml"  # that of the first group's first
+    config.write_text(yaml.safe_dump({"logger": {"project": "mine", "group": None}}))
+    for attempt in range(2):
+        time.sleep(1.1 * attempt)  # W&B names its folders by the second
+        assert compare.main([str(sweep), "--wandb"]) == 0
+    first, second = sorted((sweep / "wandb").glob("offline-run-*"))
+    runs = [next(r["run"] for r in records(f) if r["type"] == "run") for f in (first, second)]
+    assert runs[0]["run_id"] == runs[1]["run_id"]
+    facts = [runs[0][name] for name in ("project", "run_group", "job_type")]
+    assert facts == ["mine", sweep.name, "comparison"]
+    media = first / "files" / "media"
+    (final,) = media.glob("table/comparison/final*.json")
+    assert json.loads(final.read_text())["columns"] == [
+        "metric",
+        "group",
+        "n",
+        "iqm",
+        "low",
+        "high",
+    ]
+    rows = json.loads(final.read_text())["data"]
+    assert [row[:2] for row in rows[:2]] == [["eval/accuracy", "grpo"], ["eval/accuracy", "dapo"]]
+    np.testing.assert_allclose(rows[0][2:], [3, 0.5, 0.4, 0.6])
+    (paired,) = media.glob("table/comparison/differences*.json")
+    row = json.loads(paired.read_text())["data"][0]
+    assert row[:3] == ["eval/accuracy", "dapo", 3]
+    half = 4.302653 * 0.1 / np.sqrt(3)
+    np.testing.assert_allclose(row[3:], [0.2, 0.2 - half, 0.2 + half, 0.25, 8.5 / 9], rtol=1e-6)
+    assert len(list(media.glob("images/comparison/*.png"))) == 2
+    # what lies in the folder now is no run, and changes no table
+    assert len(report.load_sweep(sweep).runs) == 6
 
 
 def group(*series):
