@@ -5,9 +5,11 @@ from collections.abc import Iterator
 from functools import reduce
 from typing import Any
 
-from grpo_jax import tokenizer
+from grpo_jax import names, tokenizer
 from grpo_jax.assemble import Run
+from grpo_jax.engine.sampler import RESERVED
 from grpo_jax.models.attention_kernels import NAMES
+from grpo_jax.sharding import AXES, misfits
 
 KERNELS = "grpo_jax.kernels."
 SEEDS = 2**32  # JAX keeps 32 bits of a seed: 2**32 would be 0 again
@@ -70,6 +72,7 @@ MODES = {
     "model.base_dtype": ("float32", "bfloat16"),
     "model.attention": NAMES,
     "model.remat": (False, True, "dots"),
+    "engine.kind": ("jax", "vllm"),
 }
 AXIS_MODES = {
     "kl.where": ("loss", "reward"),
@@ -220,6 +223,9 @@ def _values(run: Run) -> Iterator[str]:
         for where in places:
             if at(where) is not None and not least <= at(where) < math.inf:
                 yield f"{where}={at(where):g}: at least {least}"
+    for axis, size in zip(AXES, run.mesh.sizes, strict=True):
+        if size < 1 and size != -1:
+            yield f"mesh.{axis}={size}: at least 1, or -1 for all devices that are left"
     for where in ("seed", "eval.seed"):
         if at(where) >= SEEDS:
             yield f"{where}={at(where)}: below 2**32 (JAX keeps 32 bits of it)"
@@ -237,6 +243,10 @@ def _values(run: Run) -> Iterator[str]:
             yield f"{where}={at(where):g}: from 0 to below 1"
     if not 0 < run.rollout.top_p <= 1:
         yield f"rollout.top_p={run.rollout.top_p:g}: above 0, at most 1 (which is off)"
+    logger, parts = run.logger, [part.name for part in run.reward]
+    said = [("name", run.config["name"]), ("logger.project", logger.project)]
+    said += [("logger.group", logger.group), *(("logger.tags", tag) for tag in logger.tags)]
+    yield from names.problems(said, parts)
     if not any(part.weight for part in run.reward):
         yield "reward: every weight is 0, so every reward is"
 
@@ -259,11 +269,13 @@ def _fits(run: Run) -> Iterator[str]:
         )
     yield from _fits_model(run)
     yield from _fits_lora(run)
+    yield from _fits_engine(run)
+    yield from _fits_mesh(run)
     if run.eval.forced_prefix == "":
         yield "eval.forced_prefix is empty (null turns the probe off)"
-    names, on = [part.name for part in run.reward], run.algorithm.filter.on
-    if on is not None and on not in names:
-        yield f"filter.on={on!r} names no part of the reward; parts: {', '.join(names)}"
+    parts, on = [part.name for part in run.reward], run.algorithm.filter.on
+    if on is not None and on not in parts:
+        yield f"filter.on={on!r} names no part of the reward; parts: {', '.join(parts)}"
 
 
 def _fits_model(run: Run) -> Iterator[str]:
@@ -296,3 +308,35 @@ def _fits_lora(run: Run) -> Iterator[str]:
             f"kl.refresh_mix={kl.refresh_mix:g} with lora: mixed adapters are no mix of weights; "
             "kl.refresh_mix=1 puts the reference where the policy is"
         )
+
+
+def _fits_mesh(run: Run) -> Iterator[str]:
+    mesh, shape = run.mesh, run.model.shape  # None: once the model is read
+    if sum(size == -1 for size in mesh.sizes) > 1:
+        yield "mesh: only one of data, fsdp and tensor can be -1, all the devices that are left"
+    if mesh.tensor != 1 and run.model.attention != "xla":
+        yield f"mesh.tensor cuts heads, which model.attention={run.model.attention} can't have"
+    yield from misfits(mesh.sizes, run.update_rows, shape)
+
+
+def _fits_engine(run: Run) -> Iterator[str]:
+    engine, coldest = run.engine, 0.01
+    for name in ("start_seconds", "call_seconds"):
+        if not getattr(engine, name) > 0:
+            yield f"engine.{name}={getattr(engine, name):g}: above 0"
+    if not engine.external:
+        return
+    if engine.python is None and run.plan is None:
+        yield (
+            "engine.python is missing: the interpreter of an environment that has vLLM "
+            "(docs/engine.md); plan=true needs none"
+        )
+    if run.mesh.distributed:
+        yield f"engine={engine.kind} with mesh.distributed=true: an engine serves one process"
+    if run.rollout.temperature < coldest:
+        yield f"rollout.temperature={run.rollout.temperature:g}: vLLM takes {coldest} instead"
+    for name in sorted({*engine.arguments} & {*RESERVED}):
+        yield f"engine.arguments.{name}: not yours to say, the worker does"
+    for name, value in engine.environment.items():
+        if not isinstance(value, str | int | float) or isinstance(value, bool):
+            yield f"engine.environment.{name}={value!r} should be text or a number"

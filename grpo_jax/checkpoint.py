@@ -3,15 +3,17 @@
 A step is four items, each readable alone: `params` (what is trained: with LoRA the adapters alone),
 `opt_state`, `loop` (the key, the step, and the reference policy where it moves) and `meta` (JSON:
 the loop's own counters and what describes the run). A save is atomic: a kill leaves a temporary
-folder that counts for nothing. Saving goes on in the background; close the manager (`with
-open(...) as manager:` does) before the run is called complete. Runs in threads of one process
-(together.py) take turns, and a save is then waited for.
+folder that counts for nothing, and what can't be read for another reason (a disk that lost power)
+is stepped over for an older one, with a warning. Saving goes on in the background; `close` the
+manager before the run is called complete. Runs in threads of one process (together.py) take turns,
+and a save is then waited for.
 """
 
 import hashlib
 import json
 import threading
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,11 +24,13 @@ import numpy as np
 from jax import lax
 
 from grpo_jax.models.config import Llama3Scaling, LlamaConfig
+from grpo_jax.screen import say
 from grpo_jax.types import Params, TrainingError, TrainState
 
 if TYPE_CHECKING:  # orbax takes seconds to import, and a run without checkpoints never needs it
     import orbax.checkpoint as ocp
 
+_PART, _UNREADABLE = ".orbax-checkpoint-tmp", "unreadable-"  # in names of folders
 _TURNS = threading.Lock()  # orbax numbers what a process does: two saves at a time are mixed up
 
 
@@ -36,7 +40,7 @@ def open(folder: Path, keep: int | None) -> "ocp.CheckpointManager":
     Args:
         folder: may be relative: it is resolved now, so a later change of directory does no harm.
         keep: how many of the newest checkpoints stay on disk, at least 1. The folder is made if
-            need be, and what a killed save left in it is removed by the time of the next save.
+            need be, and what a killed save left in it is removed, with a warning.
             None: only read, and change nothing, as beside a run that is still saving.
 
     Raises:
@@ -53,6 +57,8 @@ def open(folder: Path, keep: int | None) -> "ocp.CheckpointManager":
     elif keep < 1:
         raise ValueError(f"keep = {keep}: at least the newest checkpoint must stay")
     else:
+        for name in sorted(path.name for path in folder.glob(f"*{_PART}*")):
+            say(f"WARNING: {folder}/{name}: a save that was cut short; skipped and removed")
         options = ocp.CheckpointManagerOptions(max_to_keep=keep, cleanup_tmp_directories=True)
     handlers = {name: ocp.StandardCheckpointHandler() for name in ("params", "opt_state", "loop")}
     return ocp.CheckpointManager(
@@ -78,10 +84,13 @@ def save(
     Raises:
         RuntimeError: nothing was saved, because `step` isn't above the newest checkpoint.
         TypeError: `loop` or `meta` holds what JSON can't.
+        TrainingError: it can't be written, or the one before, whose writing went on until now; or
+            the state isn't finite (`refuse_nonfinite`), and so is never saved.
     """
     import orbax.checkpoint as ocp
 
     text = {"loop": dict(loop), "meta": dict(meta)}
+    refuse_nonfinite(state, f"the state after step {step}")
     json.dumps(text)  # the background thread would only raise at the next save
     items = ocp.args.Composite(
         params=ocp.args.StandardSave(state.trainable),
@@ -89,7 +98,7 @@ def save(
         loop=ocp.args.StandardSave(_loop_tree(state)),
         meta=ocp.args.JsonSave(text),
     )
-    with _TURNS:
+    with _TURNS, _writing(manager):
         saved = manager.save(step, args=items)
         if threading.current_thread() is not threading.main_thread():
             manager.wait_until_finished()
@@ -98,6 +107,28 @@ def save(
             f"checkpoint {step} was not saved: {manager.directory} already holds step"
             f" {manager.latest_step()}"
         )
+
+
+def wait(manager: "ocp.CheckpointManager") -> None:
+    """Return once what is being saved is on disk. Raises TrainingError: it can't be written."""
+    with _writing(manager):
+        manager.wait_until_finished()
+
+
+def close(manager: "ocp.CheckpointManager") -> None:
+    """`wait`, and let go of it."""
+    with _writing(manager):
+        manager.close()
+
+
+def refuse_nonfinite(tree: Any, where: str) -> None:
+    """Raise TrainingError, naming some leaves, if any number in them is NaN or infinite."""
+    leaves = {n: a for n, a in _leaves(tree).items() if jnp.issubdtype(a.dtype, jnp.inexact)}
+    finite = jax.device_get(_finite(leaves))
+    bad = [name for name in leaves if not finite[name]]
+    if bad:
+        more = f" and {len(bad) - 3} more" if len(bad) > 3 else ""
+        raise TrainingError(f"{where}: not finite: {', '.join(bad[:3])}{more}")
 
 
 def latest(manager: "ocp.CheckpointManager") -> int | None:
@@ -116,8 +147,9 @@ def restore(
             this run's and needn't be the saved ones; a leaf without one goes to the default device.
 
     Raises:
-        ValueError: the checkpoint holds other leaves, shapes or dtypes (orbax alone would cast
+        TrainingError: the checkpoint holds other leaves, shapes or dtypes (orbax alone would cast
             silently), or keys of another random generator.
+        Exception: of orbax, of many kinds: it can't be read.
     """
     import orbax.checkpoint as ocp
 
@@ -147,28 +179,100 @@ def restore(
     return state, restored["meta"]["loop"], restored["meta"]["meta"]
 
 
+def restore_newest(
+    manager: "ocp.CheckpointManager", abstract_state: TrainState
+) -> tuple[int, TrainState, dict[str, Any], dict[str, Any]]:
+    """(step, and what `restore` gives) of the newest checkpoint that can be read.
+
+    A newer one that can't be is warned of, and put aside under another name (`unreadable-N`, once
+    an older one was read), so that its step can be saved again. Raises TrainingError if there is
+    none, and as `restore` does.
+    """
+    bad: list[int] = []
+    for step in sorted(manager.all_steps(), reverse=True):
+        try:
+            restored = restore(manager, step, abstract_state)
+        except TrainingError:  # it can be read, and is of another kind of run
+            raise
+        except Exception as error:
+            say(f"WARNING: skipped checkpoint {_unreadable(manager.directory, step, error)}")
+            bad.append(step)
+            continue
+        for number in bad:
+            _put_aside(Path(manager.directory), number)
+        if bad:
+            manager.reload()
+        return step, *restored
+    raise TrainingError(
+        f"no checkpoint in {manager.directory} can be read (tried {_listed(bad)}): bring one back, "
+        "or remove that folder to begin again"
+    )
+
+
+def _put_aside(folder: Path, step: int) -> None:
+    names = (f"{_UNREADABLE}{step}" + "-again" * again for again in range(100))
+    free = next(folder / name for name in names if not (folder / name).exists())
+    (folder / str(step)).rename(free)
+
+
+def _unreadable(folder: Any, step: int, error: Exception) -> str:
+    text = (str(error).splitlines() or [""])[0][:200]
+    return f"{step} in {folder}, which can't be read ({type(error).__name__}: {text})"
+
+
+def _listed(steps: Any) -> str:
+    return ", ".join(map(str, steps))
+
+
+@contextmanager
+def _writing(manager: "ocp.CheckpointManager") -> Generator[None]:
+    """Any error is that of a save, here or in the background; earlier checkpoints are whole."""
+    try:
+        yield
+    except Exception as error:
+        text = (str(error).splitlines() or [""])[0][:300]
+        raise TrainingError(
+            f"a checkpoint can't be written in {manager.directory} ({type(error).__name__}: {text})"
+            "; those before are whole. Make room there, and give the same command to go on"
+        ) from error
+
+
 def load_params(folder: Path, step: int | None = None) -> tuple[int, Params, dict[str, Any]]:
     """(step, what was trained, `meta`) of a checkpoint in `folder`: the newest or that of `step`.
 
-    For whoever has no training state to restore into. Raises TrainingError where there is none.
+    For whoever has no training state to restore into. A newest one that can't be read is stepped
+    over, with a warning. Raises TrainingError: there is none, or that of `step` can't be read.
     """
-    import orbax.checkpoint as ocp
-
     if not folder.is_dir():
         raise TrainingError(f"no checkpoints: {folder} is not a folder")
     with open(folder, keep=None) as manager:
-        steps = sorted(manager.all_steps())
+        steps = sorted(manager.all_steps(), reverse=True)
         if not steps:
             raise TrainingError(f"no checkpoints: {folder} holds no complete one")
-        step = steps[-1] if step is None else step
-        if step not in steps:
-            known = ", ".join(map(str, steps))
+        if step is not None and step not in steps:
+            known = _listed(sorted(steps))
             raise TrainingError(f"{folder} has no checkpoint of step {step}; there are {known}")
-        shapes = manager.item_metadata(step)["params"].tree
-        target = jax.tree.map(lambda a: _abstract(jax.ShapeDtypeStruct(a.shape, a.dtype)), shapes)
-        items = {"params": ocp.args.StandardRestore(target), "meta": ocp.args.JsonRestore()}
-        restored = manager.restore(step, args=ocp.args.Composite(**items))
-    return step, restored["params"], restored["meta"]["meta"]
+        for number in steps if step is None else [step]:
+            try:
+                return number, *_load(manager, number)
+            except Exception as error:
+                what = _unreadable(folder, number, error)
+                if step is not None:
+                    others = _listed(s for s in sorted(steps) if s != step) or "no others"
+                    text = f"checkpoint {what}; there are {others}"
+                    raise TrainingError(text) from error
+                say(f"WARNING: skipped checkpoint {what}")
+    raise TrainingError(f"no checkpoint in {folder} can be read (tried {_listed(steps)})")
+
+
+def _load(manager: "ocp.CheckpointManager", step: int) -> tuple[Params, dict[str, Any]]:
+    import orbax.checkpoint as ocp
+
+    shapes = manager.item_metadata(step)["params"].tree
+    target = jax.tree.map(lambda a: _abstract(jax.ShapeDtypeStruct(a.shape, a.dtype)), shapes)
+    items = {"params": ocp.args.StandardRestore(target), "meta": ocp.args.JsonRestore()}
+    restored = manager.restore(step, args=ocp.args.Composite(**items))
+    return restored["params"], restored["meta"]["meta"]
 
 
 # ------------------------------------------------------------------- what describes the model
@@ -200,6 +304,11 @@ def refuse_other_base(saved: str | None, found: str | None) -> None:
             "the base model is not the one that these adapters were trained beside: what is in "
             "model.path has changed since (or the warm start was made anew by other code)"
         )
+
+
+@jax.jit
+def _finite(leaves: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    return {name: jnp.isfinite(leaf).all() for name, leaf in leaves.items()}
 
 
 @jax.jit
@@ -242,7 +351,7 @@ def _check(where: str, saved: dict[str, Any], target: dict[str, Any]) -> None:
             problems.append(f"{name} is {_text(saved[name])}, this run has {_text(target[name])}")
     if problems:
         more = f" (and {len(problems) - 5} more)" if len(problems) > 5 else ""
-        raise ValueError(f"{where}: {'; '.join(problems[:5])}{more}")
+        raise TrainingError(f"{where}: {'; '.join(problems[:5])}{more}")
 
 
 def _same(saved: Any, target: Any) -> bool:

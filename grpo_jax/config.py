@@ -5,11 +5,11 @@ command line does. Types and names are checked here, values in `check.py`.
 """
 
 import difflib
-import hashlib
 import inspect
 import math
 import pkgutil
 import re
+import secrets
 import typing
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -25,6 +25,7 @@ from jaxtyping import Array
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from grpo_jax import confidential
 from grpo_jax.answers import RolloutSettings
 from grpo_jax.assemble import (
     CheckpointSettings,
@@ -35,11 +36,14 @@ from grpo_jax.assemble import (
     TrainSettings,
 )
 from grpo_jax.check import ConfigError, check, check_axes
+from grpo_jax.engine.sampler import EngineSettings
 from grpo_jax.evaluate import EvalSettings
 from grpo_jax.models.lora import LoraSettings
+from grpo_jax.names import folder_name, refused_word
 from grpo_jax.optim import OptimSettings
 from grpo_jax.plan import devices, report
 from grpo_jax.rewards.combine import RewardPart
+from grpo_jax.sharding import MeshSettings
 from grpo_jax.tasks.base import Task
 from grpo_jax.typed import options_of, refuse_unknown, typed, value_of
 from grpo_jax.types import Algorithm, Entropy, Filter, Kl
@@ -51,6 +55,8 @@ SECTIONS = {
     "lora": LoraSettings,
     "warmstart": WarmstartSettings,
     "rollout": RolloutSettings,
+    "engine": EngineSettings,
+    "mesh": MeshSettings,
     "train": TrainSettings,
     "optim": OptimSettings,
     "eval": EvalSettings,
@@ -85,7 +91,6 @@ OFFERED = {
 }
 # Axes that are more than a function: a record that holds one.
 RECORDS = {"filter": Filter, "kl": Kl, "entropy": Entropy}
-_LONGEST_NAME = 200  # characters of a job's folder; file systems stop at 255
 
 
 def compose(*overrides: str, name: str = "train") -> DictConfig:
@@ -106,11 +111,16 @@ def compose(*overrides: str, name: str = "train") -> DictConfig:
 
 
 def check_choices(words: Iterable[str]) -> None:
-    """Raise ConfigError, in a line, for a `group=value` that there is no file for; Hydra's own text
-    has a line for each file there is."""
+    """Raise ConfigError, in a line, for a `group=value` that there is no file for (Hydra's own text
+    has a line for each file there is), and for what must not get as far as Hydra: a credential,
+    which it writes down, and a log file elsewhere."""
     for word in words:
+        told = confidential.refused_word(word) or refused_word(word)
+        if told is not None:
+            raise ConfigError(told)
         group, _, values = word.partition("=")
-        files = sorted(path.stem for path in (CONF / group).glob("*.yaml")) if group else []
+        ours = group and not group.startswith("hydra/")  # plugins bring launchers of their own
+        files = sorted(path.stem for path in (CONF / group).glob("*.yaml")) if ours else []
         for value in values.split(",") if files else []:
             if re.fullmatch(r"[\w-]+", value) and value not in (*files, "null"):
                 close = difflib.get_close_matches(value, files, 1)
@@ -136,26 +146,41 @@ def make_algorithm(config: dict[str, Any]) -> Algorithm:
     return Algorithm(**{axis: _made(axis, config[axis]) for axis in AXES})
 
 
-def make_runs(config: DictConfig, job: Path) -> list[Run]:
+def make_runs(config: DictConfig, job: Path, sweep: str | None = None) -> list[Run]:
     """The runs of a job: one, in its folder, or `seeds_per_job` of them, in a folder each
-    (`folder.seed_folder`), which are one W&B group. Raises ConfigError."""
+    (`folder.seed_folder`). Raises ConfigError.
+
+    `sweep`: of which the job is part, the W&B group of runs that name none; else seeds of one job
+    are a group.
+    """
     count = value_of(int, config.get("seeds_per_job"), "seeds_per_job")
     if count < 1:
         raise ConfigError(f"seeds_per_job={count}: at least 1")
     if count == 1:
-        return [make_run(config, job)]
+        return [_grouped(make_run(config, job), sweep)]
     runs = []
     for seed in range(first := value_of(int, config.get("seed"), "seed"), first + count):
         own = OmegaConf.merge(config, {"seed": seed, "seeds_per_job": 1})
         run = make_run(cast(DictConfig, own), job / f"seed={seed}")
-        group = run.logger.group or job.name
-        runs.append(replace(run, logger=replace(run.logger, group=group)))
+        runs.append(_grouped(run, sweep or job.name))
+    if not runs[0].mesh.single:
+        raise ConfigError("seeds_per_job: a mesh is for one run; take mesh=one, or a job a seed")
+    if runs[0].engine.external:
+        raise ConfigError(
+            f"seeds_per_job={count} with engine={runs[0].engine.kind}: each seed would start an "
+            "engine of its own beside the others; give each a job (-m seed=0,1,...)"
+        )
     return runs
+
+
+def _grouped(run: Run, group: str | None) -> Run:
+    return replace(run, logger=replace(run.logger, group=run.logger.group or group))
 
 
 def make_run(config: DictConfig, folder: Path) -> Run:
     """A checked, typed run; nothing is loaded or compiled. Raises ConfigError."""
     values = resolved(config)
+    refuse_credentials(values)
     known = {*SECTIONS, *AXES, "name", "seed", "cache", "task", "reward"}
     refuse_unknown("", values, known | {"plan", "seeds_per_job"})
     missing = sorted(known - values.keys())
@@ -184,22 +209,21 @@ def make_run(config: DictConfig, folder: Path) -> Run:
     return run
 
 
-def folder_name(overrides: str) -> str:
-    """A job's folder in a sweep, from its overrides: one level, short, no two jobs the same.
+def refuse_credentials(values: dict[str, Any]) -> None:
+    """Raise ConfigError for what a run folder must not keep (`confidential.py`)."""
+    told = [*confidential.problems(values)]
+    if told:
+        raise ConfigError("\n".join(told))
 
-    >>> folder_name("clip=higher,seed=0")
-    'clip=higher,seed=0'
-    >>> folder_name("seed=0,task.path=data/gsm8k")
-    'seed=0,task.path=data_gsm8k-XXXXXXXX'
-    """
-    name = overrides.replace("/", "_")
-    if name == overrides and len(name) <= _LONGEST_NAME:
-        return name
-    mark = hashlib.sha256(overrides.encode()).hexdigest()[:8]
-    return f"{name[: _LONGEST_NAME - len(mark) - 1]}-{mark}"
+
+def unique() -> str:
+    """Eight letters that no other process draws: two sweeps may start in the same microsecond, on
+    two hosts. One configuration, and the jobs of its sweep, have the same."""
+    return secrets.token_hex(4)
 
 
 OmegaConf.register_new_resolver("folder_name", folder_name, replace=True)
+OmegaConf.register_new_resolver("unique", unique, replace=True, use_cache=True)
 
 
 def resolved(config: DictConfig) -> dict[str, Any]:

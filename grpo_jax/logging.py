@@ -3,7 +3,9 @@
 The run folder is the source of truth (`scripts/compare.py` reads nothing else), so every line in it
 is valid JSON and every step is in it once, however often the run was killed and resumed. W&B gets
 the same numbers on an axis of our own, `train/step`: W&B's own step starts again at 0 when a run is
-resumed offline.
+resumed offline. A kill loses what W&B had not written yet, and what came after the last checkpoint
+is done again: so offline, a resumed run begins its W&B folder anew with all rows so far, and the
+earlier one goes to `wandb/superseded`, unless it was synced already.
 """
 
 import json
@@ -11,17 +13,20 @@ import math
 import os
 import re
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
+from grpo_jax import confidential
+from grpo_jax.types import RefusedError, TrainingError
+
 WANDB_MODES = ("offline", "online", "disabled")
 TABLE_ROWS = 1000  # of the completions, the last ones: W&B truncates a table at 10,000
-_SECRET_NAME = re.compile(r"(KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?)$", re.IGNORECASE)
-_URL_LOGIN = re.compile(r"(\w+://)[^/\s@]+@")
+_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 class RunLogger:
@@ -57,7 +62,7 @@ class RunLogger:
             raise ValueError(f"wandb mode {wandb_mode!r} is none of {', '.join(WANDB_MODES)}")
         self.folder = Path(folder).absolute()
         self.folder.mkdir(parents=True, exist_ok=True)
-        for verdict in ("DONE.json", "FAILED.json"):
+        for verdict in ("DONE.json", "FAILED.json", "REFUSED.json"):
             (self.folder / verdict).unlink(missing_ok=True)
         self._metrics_path = self.folder / "metrics.jsonl"
         self._completions_path = self.folder / "completions.jsonl"
@@ -65,18 +70,20 @@ class RunLogger:
             _drop_rows_from(path, start_step)
         self._last_step = start_step - 1
         self._run: Any = None
+        self._sent = -1  # W&B has the rows so far
         if wandb_mode != "disabled":
             self._run = _start_wandb(
                 self.folder,
-                resumed=start_step > 0,
                 mode=wandb_mode,
                 project=project,
                 group=group,
                 tags=[tag[:64] for tag in tags],
-                config=_plain(config, text=_without_secrets),
+                config=_plain(config, text=confidential.hidden),
             )
         self._metrics = self._metrics_path.open("a", encoding="utf-8")
         self._completions = self._completions_path.open("a", encoding="utf-8")
+        if self._run is not None:
+            self._begin_sink(wandb_mode)
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Append one row. Metrics are scalars (Python, numpy or jax); None, NaN and ±inf are null.
@@ -92,22 +99,44 @@ class RunLogger:
         values = {name: _number(name, value) for name, value in fetched.items()}
         _append(self._metrics, _row(step, values))
         self._last_step = int(step)
-        if self._run is not None:
+        self._send(int(step), values)
+
+    def _begin_sink(self, mode: str) -> None:
+        """Let W&B have each row once: those it lost, and not those it has (a row that is made again
+        is the same one)."""
+        if mode == "online":
+            self._sent = int(self._run.summary.get("train/step", -1))
+        elif not _is_known(self.folder / "wandb"):
+            for row in read_rows(self._metrics_path):
+                self._send(row.pop("step"), row)
+
+    def _send(self, step: int, values: Mapping[str, float | None]) -> None:
+        if self._run is not None and step > self._sent:
             finite = {name: value for name, value in values.items() if value is not None}
-            self._run.log({"train/step": int(step), **finite})
+            self._run.log({"train/step": step, **finite})
 
     def completions(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """Append sampled answers: any JSON-like columns, such as prompt, completion and reward."""
         for row in rows:
             _append(self._completions, _row(step, _plain(row)))
 
+    def sync(self) -> None:
+        """Have what is logged survive even a crash of the machine: before a checkpoint covers it.
+
+        Raises TrainingError: it can't be written.
+        """
+        for file in (self._metrics, self._completions):
+            with _writing(file.name):
+                os.fsync(file.fileno())
+
     def close(self, exit_code: int = 0) -> None:
         """Finish the W&B run (one run a job) and close the files. A second call does nothing.
 
         Call it whatever happens: a launcher may run the next job in this very process.
         """
-        self._metrics.close()
-        self._completions.close()
+        for file in (self._metrics, self._completions):
+            with suppress(OSError):  # each row was flushed, or there was an error already
+                file.close()
         run, self._run = self._run, None
         if run is None:
             return
@@ -147,39 +176,108 @@ def write_done(folder: Path, step: int, final: Mapping[str, Any]) -> None:
 def write_failed(folder: Path, exception: BaseException) -> None:
     """Say that the run failed, and why: `FAILED.json`, without the environment's secrets.
 
-    A complete run stays complete: where there is a `DONE.json`, this attempt never got as far as a
-    `RunLogger` (a refused configuration, say), and nothing is written.
+    `REFUSED.json` where this attempt never got as far as a `RunLogger` and the folder isn't its to
+    judge: a complete run stays complete, and one of other settings or at work is left alone. It is
+    no verdict on the run, and goes when the next attempt gets in.
     """
-    if (Path(folder) / "DONE.json").exists():
-        return
+    refused = isinstance(exception, RefusedError) or (Path(folder) / "DONE.json").exists()
     content = {
         "error": "".join(traceback.format_exception_only(exception)).strip(),
         "traceback": "".join(traceback.format_exception(exception)),
     }
-    _replace(Path(folder) / "FAILED.json", _dump(_plain(content, text=_without_secrets)))
+    name = "REFUSED.json" if refused else "FAILED.json"
+    with suppress(OSError):  # a full disk, say: the exception itself is what counts
+        _replace(Path(folder) / name, _dump(_plain(content, text=confidential.hidden)))
+    for path in Path(folder).glob(".hydra/*.yaml"):  # Hydra wrote it before anybody looked at it
+        said = path.read_text(encoding="utf-8")
+        if confidential.hidden(said) != said:
+            _replace(path, confidential.hidden(said))
 
 
-def _start_wandb(folder: Path, *, resumed: bool, **settings: Any) -> Any:
-    import wandb  # slow to import, and not needed by every run
+def log_comparison(
+    folder: Path,
+    *,
+    mode: str,
+    project: str,
+    group: str,
+    tables: Mapping[str, tuple[Sequence[str], Sequence[Sequence[Any]]]],
+    figures: Mapping[str, Path],
+) -> str:
+    """Tables (columns, rows) and figures of a sweep's comparison as one W&B run -> its id.
 
+    The same folder has the same run, each time it is compared: the id stays there.
+    """
+    import wandb
+
+    folder = Path(folder).absolute()
+    id_file = folder / "wandb" / "comparison_id"
+    known = id_file.read_text().strip() if id_file.exists() else None
+    name = f"comparison of {folder.name}"
+    place = {"project": project, "group": group, "job_type": "comparison"}
+    run = _init_wandb(folder, name, known, mode=mode, **place)
+    exit_code = 1
+    try:
+        id_file.parent.mkdir(exist_ok=True)
+        id_file.write_text(run.id)
+        logged: dict[str, Any] = {what: wandb.Image(str(path)) for what, path in figures.items()}
+        for what, (columns, rows) in tables.items():
+            data: list[Any] = _plain([list(row) for row in rows], text=confidential.hidden)
+            logged[what] = wandb.Table(columns=list(columns), data=data, allow_mixed_types=True)
+        run.log(logged)
+        exit_code = 0
+    finally:
+        run.finish(exit_code=exit_code)
+    return run.id
+
+
+def _start_wandb(folder: Path, **settings: Any) -> Any:
     # A resumed run continues its W&B run rather than opening a second one beside it.
     id_file = folder / "wandb" / "run_id"
-    known = id_file.read_text().strip() if resumed and id_file.exists() else None
-    run = wandb.init(
-        dir=folder,
-        name=folder.name[:128],
-        id=known,
-        resume="allow" if known else None,
-        reinit="create_new",  # beside the runs of other threads (together.py)
-        # The console stays with the launcher's log: it isn't captured, and so isn't uploaded.
-        settings=wandb.Settings(silent=True, console="off"),
-        **settings,
-    )
+    known = id_file.read_text().strip() if id_file.exists() else None
+    if known and settings["mode"] == "offline":
+        _supersede(folder / "wandb")
+    run = _init_wandb(folder, folder.name, known, **settings)
     id_file.parent.mkdir(exist_ok=True)
     id_file.write_text(run.id)
     run.define_metric("train/step")
     run.define_metric("*", step_metric="train/step")
     return run
+
+
+def _init_wandb(folder: Path, name: str, known: str | None, **settings: Any) -> Any:
+    """A run beside those of other threads (together.py); `known`: the id of the one to go on with.
+    The console stays with the launcher's log: it isn't captured, and so isn't uploaded."""
+    import wandb  # slow to import, and not needed by every run
+
+    # W&B writes all of Slurm's variables down, the login among them
+    slurms = [name for name in os.environ if name.startswith("SLURM_")]
+    withheld = {name: os.environ.pop(name) for name in slurms if confidential.is_secret(name)}
+    try:
+        return wandb.init(
+            dir=folder,
+            name=name[:128],
+            id=known,
+            resume="allow" if known else None,
+            reinit="create_new",
+            settings=wandb.Settings(silent=True, console="off"),
+            **settings,
+        )
+    finally:
+        os.environ.update(withheld)
+
+
+def _supersede(folder: Path) -> None:
+    """Put W&B's folders of earlier attempts aside, unless their rows are known to the server."""
+    if not _is_known(folder):
+        for path in sorted(folder.glob("offline-run-*")):
+            aside = folder / "superseded"
+            aside.mkdir(exist_ok=True)
+            path.rename(aside / f"{len(list(aside.iterdir())):03}-{path.name}")
+
+
+def _is_known(folder: Path) -> bool:
+    """Whether an earlier attempt was online, or was synced."""
+    return any(any(folder.glob(pattern)) for pattern in ("run-*", "offline-run-*/*.synced"))
 
 
 def _log_table(run: Any, rows: list[dict[str, Any]], step: int) -> None:
@@ -202,16 +300,32 @@ def _drop_rows_from(path: Path, start_step: int) -> None:
 def _replace(path: Path, text: str) -> None:
     """Write `path` so that a reader, or a kill, meets the old content or the new, never a part."""
     temporary = path.with_name(path.name + ".tmp")
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    try:
+        with temporary.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
 
 
 def _append(file: Any, row: dict[str, Any]) -> None:
-    file.write(_dump(row))
-    file.flush()  # what is logged survives a kill of this process
+    with _writing(file.name):
+        file.write(_dump(row))
+        file.flush()  # what is logged survives a kill of this process
+
+
+@contextmanager
+def _writing(path: Path | str) -> Generator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise TrainingError(
+            f"{path} can't be written ({error.strerror or error}); the checkpoints so far are "
+            "whole. Make room there, and give the same command to go on"
+        ) from error
 
 
 def _dump(row: Mapping[str, Any]) -> str:
@@ -246,18 +360,5 @@ def _plain(value: Any, text: Callable[[str], str] = str) -> Any:
         return value if math.isfinite(value) else None
     if value is None or isinstance(value, bool | int):
         return value
-    return text(str(value))
-
-
-def _without_secrets(text: str) -> str:
-    """`text` without logins in URLs and without the values of secret environment variables.
-
-    Those are told by their names. Values below 8 characters stay: blanking them would hide
-    ordinary words and protect nothing.
-    """
-    text = _URL_LOGIN.sub(r"\1[hidden]@", text)
-    secrets = [value for name, value in os.environ.items() if _SECRET_NAME.search(name)]
-    for secret in sorted(secrets, key=len, reverse=True):  # one may contain another
-        if len(secret) >= 8:
-            text = text.replace(secret, "[hidden]")
-    return text
+    # half a code point, which some data sets hold: other readers of JSON stop there
+    return text(_SURROGATE.sub("\N{REPLACEMENT CHARACTER}", str(value)))

@@ -35,6 +35,7 @@ import jax.numpy as jnp
 
 from grpo_jax.assemble import Run
 from grpo_jax.logging import write_failed
+from grpo_jax.preemption import Preempted, heard
 from grpo_jax.screen import named, say
 from grpo_jax.trainer import finished, train
 from grpo_jax.types import TrainingError
@@ -53,7 +54,8 @@ def train_together(
     """`train` of runs that differ in seed and folder only -> their final metrics, by folder.
 
     A run that fails, fails alone: it says so in its folder, and the others go on. Raises
-    TrainingError, naming the folders, once they are through. Ctrl-C ends all of them.
+    TrainingError, naming the folders, once they are through. Ctrl-C ends all of them. SIGTERM ends
+    each after its step, and Preempted is raised.
 
     `layout`: None for what suits this machine.
     """
@@ -65,11 +67,14 @@ def train_together(
         team = Team(size, len(members), programs)
         pairs += [(run, team) for run in members]
     results, errors = {}, {}
+    stopped: list[str] = []
 
     def one(run: Run, team: Team) -> None:
         try:
             with named(f"seed={run.seed}"):
                 results[run.folder] = train(run, jit=team.jit)
+        except Preempted as preempted:
+            stopped.append(str(preempted))
         except BaseException as error:
             errors[run.folder] = error
             write_failed(run.folder, error)
@@ -80,17 +85,20 @@ def train_together(
     teams = list(dict.fromkeys(team for _, team in pairs))
     calls = [(team.serve, ()) for team in teams] + [(one, pair) for pair in _one_bar(pairs)]
     threads = [threading.Thread(target=f, args=given, daemon=True) for f, given in calls]
-    for thread in threads:
-        thread.start()
     try:
-        for thread in threads:
-            thread.join()
+        with heard():
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
     except BaseException as error:  # Ctrl-C: every run ends with it, and closes what it has open
         for team in teams:
             team.stop(error)
         for thread in threads:
             thread.join()
         raise
+    if stopped:
+        raise Preempted("\n".join(sorted(stopped)))
     failed = [run.folder for run in runs if run.folder in errors]
     if failed:
         lines = "".join(f"\n  {folder}: {_first_line(errors[folder])}" for folder in failed)

@@ -1,26 +1,25 @@
-"""The training loop. Read `train` top to bottom: its phases are its comments."""
+"""The training loop. Read `_steps` top to bottom: its phases are its comments."""
 
 import json
 import time
-from collections.abc import Callable, Generator
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from tqdm import tqdm
 
-from grpo_jax import checkpoint, recording
+from grpo_jax import preemption, recording
 from grpo_jax.assemble import Run, Work, assemble
-from grpo_jax.folder import claim
+from grpo_jax.folder import claim, hold, refuse_other
 from grpo_jax.learner import minibatches
-from grpo_jax.logging import RunLogger, write_done
+from grpo_jax.logging import write_done
 from grpo_jax.models import lora
 from grpo_jax.optim import updates_made
 from grpo_jax.policy import whole
+from grpo_jax.records import Records, records
 from grpo_jax.rollout import Collection
 from grpo_jax.screen import say
 from grpo_jax.tasks.agreement import mismatch
@@ -37,25 +36,36 @@ def train(run: Run, jit: Callable = jax.jit) -> dict[str, float]:
     """Train, evaluate, log, save -> the last evaluation's metrics.
 
     A run folder that is already complete is left as it is, and one with checkpoints is resumed
-    (`checkpoint.resume=auto`). `jit` makes the programs, as `jax.jit` does (`together.py`). Raises
-    TrainingError where the user can do something about it.
+    (`checkpoint.resume=auto`). `jit` makes the programs, as `jax.jit` does (`together.py`).
+
+    Raises:
+        TrainingError: the user can do something about it.
+        Preempted: SIGTERM came (`preemption.py`); the run goes on when it is started again.
     """
-    # LOAD: task, tokenizer, model, first parameters (a warm start is cached)
-    claim(run.folder, run.config)
+    refuse_other(run.folder, run.config)
     already = finished(run)
     if already is not None:
         say(f"complete already, nothing to do: {run.folder}")
         return already
+    with hold(run.folder):
+        claim(run.folder, run.config)
+        return _steps(run, jit)
+
+
+def _steps(run: Run, jit: Callable) -> dict[str, float]:
+    # LOAD: task, tokenizer, model, first parameters (a warm start is cached)
     work = assemble(run, jit)
     sizes = _sizes(work)
     final: dict[str, float] | None = None
-    with _records(run, work) as out:
+    with preemption.heard(), records(run, work) as out:
         state, step, position = work.state, out.step, out.position
         # BASE: refuse to train a policy that knows nothing. All programs but the update compile
         if step == 0:
             final = _evaluate(work, state, 0, out, tell="before training")
             out.logger.log(0, final | sizes | _data_metrics(work))
             _refuse_chance(run, work, final)
+        if preemption.asked():
+            out.leave(run, step)
         while step < run.train.steps:
             step += 1
             began = time.perf_counter()
@@ -86,89 +96,15 @@ def train(run: Run, jit: Callable = jax.jit) -> dict[str, float]:
                 out.logger.completions(step, data.answers.sample())
             _show(out.bar, metrics)
             # SAVE
-            if out.manager is not None and (last or step % run.checkpoint.every == 0):
-                loop = _loop(work, out, position)
-                checkpoint.save(out.manager, step, state, loop, out.meta)
-        if final is None:  # resumed after the last step
-            final = _evaluate(work, state, step, out)
+            every, stop = run.checkpoint.every, preemption.asked() and not last
+            if last or stop or (every and step % every == 0):
+                out.save(state, step, position, work.collector.waiting())
+            if stop:
+                out.leave(run, step)
+        if final is None:  # resumed after the last step, whose rows are there
+            final, _ = work.evaluator(whole(work.base, state.trainable), step)
     write_done(run.folder, step, final)
     return final
-
-
-@dataclass
-class _Records:
-    """Where a run writes, where it starts from, and what it counts."""
-
-    logger: RunLogger
-    manager: Any  # orbax's, or None
-    bar: tqdm
-    step: int
-    position: int
-    bad: int  # updates in a row that were not finite
-    meta: dict[str, Any]  # what a checkpoint says of the run
-    tokens: float  # generated for training so far: what dynamic sampling costs
-    entropy_coef: float  # of the entropy bonus, as far as it has been adapted
-
-
-@contextmanager
-def _records(run: Run, work: Work) -> Generator[_Records]:
-    """Open them, resumed if there is something to resume; close them whatever happens."""
-    if run.checkpoint.rollouts_every and work.base is None:
-        recording.keep_reference(run.folder, work.state.trainable)
-    model = checkpoint.describe(work.sampler.model.config, work.base)
-    meta: dict[str, Any] = {"config": run.config} | model
-    with ExitStack() as stack:
-        manager, step = None, 0
-        loop: dict[str, Any] = {"position": 0, "bad": 0, "tokens": 0.0, "waiting": None}
-        loop["entropy_coef"] = float(run.algorithm.entropy.coef)
-        if run.checkpoint.every:
-            manager = checkpoint.open(run.folder / "checkpoints", run.checkpoint.keep)
-            stack.callback(manager.close)
-            newest = checkpoint.latest(manager)
-            if newest is not None and run.checkpoint.resume == "never":
-                raise TrainingError(
-                    f"{run.folder} holds checkpoints of an earlier run, up to step {newest}: go on "
-                    "from them (checkpoint.resume=auto) or write elsewhere (hydra.run.dir=FOLDER)"
-                )
-            if newest is not None:
-                step = newest
-                work.state, loop, saved = checkpoint.restore(manager, newest, work.state)
-                checkpoint.refuse_other_base(saved["base"], meta["base"])
-                work.collector.restore(loop["waiting"])
-        logger = RunLogger(
-            run.folder,
-            wandb_mode=run.logger.wandb,
-            project=run.logger.project,
-            group=run.logger.group,
-            tags=run.logger.tags,
-            config=run.config,
-            start_step=step + 1 if step else 0,
-        )
-        bar = tqdm(
-            total=run.train.steps,
-            initial=step,
-            desc=run.config["name"],
-            unit="step",
-            disable=not run.logger.progress,
-            dynamic_ncols=True,
-        )
-        try:
-            with bar:
-                yield _Records(
-                    logger,
-                    manager,
-                    bar,
-                    step,
-                    meta=meta,
-                    position=int(loop["position"]),
-                    bad=int(loop["bad"]),
-                    tokens=float(loop["tokens"]),
-                    entropy_coef=float(loop["entropy_coef"]),
-                )
-        except BaseException:
-            logger.close(1)
-            raise
-        logger.close(0)
 
 
 def _sizes(work: Work) -> dict[str, float]:
@@ -185,17 +121,6 @@ def _reference(work: Work, state: TrainState) -> Params | None:
     return work.reference if state.reference is None else whole(work.base, state.reference)
 
 
-def _loop(work: Work, out: _Records, position: int) -> dict[str, Any]:
-    """What a checkpoint keeps of the loop; `_records` takes it up again."""
-    return {
-        "position": position,
-        "bad": out.bad,
-        "tokens": out.tokens,
-        "entropy_coef": out.entropy_coef,
-        "waiting": work.collector.waiting(),
-    }
-
-
 def finished(run: Run) -> dict[str, float] | None:
     """The final metrics of a run folder that is complete for these settings."""
     path = run.folder / "DONE.json"
@@ -206,7 +131,7 @@ def finished(run: Run) -> dict[str, float] | None:
 
 
 def _evaluate(
-    work: Work, state: TrainState, step: int, out: _Records, tell: str | None = None
+    work: Work, state: TrainState, step: int, out: Records, tell: str | None = None
 ) -> dict[str, float]:
     """Metrics, with samples to the log; and to the screen, under the heading `tell`."""
     metrics, rows = work.evaluator(whole(work.base, state.trainable), step)
@@ -257,7 +182,7 @@ def _recorded_update(
     data: Collection,
     bonus: float,
     step: int,
-    out: _Records,
+    out: Records,
 ) -> tuple[TrainState, dict[str, float]]:
     """`_update`; now and then, what it was made of is kept (`checkpoint.rollouts_every`)."""
     every = run.checkpoint.rollouts_every
@@ -290,16 +215,17 @@ def _update(
     batch: Batch,
     bonus: float,
     step: int,
-    out: _Records,
+    out: Records,
 ) -> tuple[TrainState, dict[str, float]]:
     """All optimizer steps on one rollout; metrics are means over them."""
     rng = np.random.Generator(np.random.Philox(key=np.array([run.seed, step], np.uint64)))
     rows, size = len(batch.advantage), run.rollout.group_size
-    coef = jnp.float32(bonus)
+    batch, coef = work.place.share((batch, np.float32(bonus)))
     reference = work.reference if run.algorithm.kl.exact else None
     steps = []
     for index in minibatches(rows, size, run.train.epochs, run.train.minibatches, rng):
-        state, metrics = work.update(state, batch, jnp.asarray(index), coef, reference, work.base)
+        rows = work.place.share(index)
+        state, metrics = work.update(state, batch, rows, coef, reference, work.base)
         steps.append(metrics)
     steps = jax.device_get(steps)  # one wait for all of them: the device is never idle in between
     for metrics in steps:
@@ -320,7 +246,7 @@ def _update(
     }
 
 
-def _entropy_bonus(run: Run, entropy: float, out: _Records) -> float:
+def _entropy_bonus(run: Run, entropy: float, out: Records) -> float:
     """The coefficient of the entropy bonus on this rollout, whose mean entropy is given."""
     adapt = run.algorithm.entropy.adapt
     if adapt is None:

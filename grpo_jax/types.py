@@ -23,6 +23,10 @@ class TrainingError(RuntimeError):
     """The run can't go on for a reason that the user can act on; the text says which."""
 
 
+class RefusedError(TrainingError):
+    """The run folder belongs to another run, or another process: nothing is written there."""
+
+
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Rollout:

@@ -1,5 +1,8 @@
 """Train: `python scripts/train.py [key=value ...]`; `-m` sweeps. Defaults: conf/train.yaml.
 
+A sweep's failed jobs stop no other; they are named at its end, with the command that goes on
+(docs/sweeps.md).
+
 `seeds_per_job=8` trains 8 seeds side by side, each with a run folder of its own (seed=N) in the
 job's; called again with the same folder, it goes on with those that aren't complete.
 
@@ -15,28 +18,34 @@ from pathlib import Path
 
 import hydra
 import jax
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.hydra_config import HydraConfig
-from hydra.errors import CompactHydraException
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import CompactHydraException, HydraException
 from hydra.types import RunMode
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from grpo_jax.announce import announce
 from grpo_jax.check import ConfigError
 from grpo_jax.compiled import keep_compiled
+from grpo_jax.confidential import blank
 from grpo_jax.config import check_choices, make_runs
-from grpo_jax.folder import seed_folder
+from grpo_jax.folder import in_use, refuse_other, seed_folder
 from grpo_jax.logging import write_failed
 from grpo_jax.plan.report import report
+from grpo_jax.preemption import EXIT_CODE, Preempted, asked
+from grpo_jax.screen import say
+from grpo_jax.sweep import Begun, outcomes, summary, wait_for_local_jobs
 from grpo_jax.together import train_together
 from grpo_jax.trainer import train
-from grpo_jax.types import TrainingError
+from grpo_jax.types import RefusedError, TrainingError
 
 
 def prepare_process(cache: Path) -> None:
     """Job 2 of a sweep, and the next run, find their programs compiled; libraries stay quiet."""
     problem = keep_compiled(cache / "xla")
     if problem is not None:
-        print(f"note: {problem}")
+        say(f"note: {problem}")
     for library in ("absl", "datasets"):  # the first is orbax, which narrates every save
         logging.getLogger(library).setLevel(logging.WARNING)
 
@@ -46,16 +55,25 @@ def main(config: DictConfig) -> None:
     folder = Path(HydraConfig.get().runtime.output_dir)
     if str(Path.cwd()) not in sys.path:
         sys.path.append(str(Path.cwd()))  # last: a folder `datasets/` here hides no package
+    in_sweep = HydraConfig.get().mode == RunMode.MULTIRUN
+    ours = not in_use(folder)  # or another run's: then it stays as it is, to the byte
     try:
-        runs = make_runs(config, folder)
+        if ours:
+            keep_record(folder, config)
+        group = Path(HydraConfig.get().sweep.dir).absolute().name if in_sweep else None
+        runs = make_runs(config, folder, group)
+        for run in runs:
+            refuse_other(run.folder, run.config)
+        ours = True
         run = runs[0]
         for line in announce(run):
-            print(f"note: {line}")
+            say(f"note: {line}")
         if run.plan is not None:
             jax.config.update("jax_platforms", "cpu")  # not even a look at an accelerator
             print(report(run, run.plan))
             return
         prepare_process(run.cache)
+        keep_record(folder, config)
         if len(runs) == 1:
             train(run)
         else:
@@ -63,16 +81,61 @@ def main(config: DictConfig) -> None:
                 seed_folder(folder, run.seed)
             train_together(runs)
             (folder / "FAILED.json").unlink(missing_ok=True)  # of an earlier attempt
+        for place in {folder, *(run.folder for run in runs)}:
+            (place / "REFUSED.json").unlink(missing_ok=True)
+    except Preempted as stopped:  # neither complete nor failed; no other job of a sweep begins
+        print(stopped, file=sys.stderr)
+        sys.exit(EXIT_CODE)
     except BaseException as error:
-        write_failed(folder, error)
+        if isinstance(error, SystemExit) and asked():
+            raise  # submitit has put the job back into the queue
+        if in_sweep or (ours and not isinstance(error, RefusedError)):
+            write_failed(folder, error)
         if not isinstance(error, ConfigError | TrainingError):
+            blank(error)
             raise
-        print(f"error: {error}", file=sys.stderr)
-        if HydraConfig.get().mode == RunMode.RUN:
+        say(f"error: {error}", error=True)
+        if not in_sweep:
             sys.exit(2)
-        # the sweep goes on with its other jobs, and ends with the first failed one's text
-        raise CompactHydraException(f"error: {error}\n(in {folder})") from error
+        # the sweep goes on with its other jobs, and `tell_sweep` has all errors at its end
+        raise CompactHydraException(f"the first job that failed: {folder}") from error
     print(folder)
+    if in_sweep and asked():  # while the last step was at work
+        sys.exit(EXIT_CODE)
+
+
+def keep_record(folder: Path, config: DictConfig) -> None:
+    """`.hydra/`, as Hydra writes it with `hydra.output_subdir=.hydra`: but Hydra does so before
+    anybody could ask whether the folder is another run's."""
+    record, words = folder / ".hydra", list(HydraConfig.get().overrides.task)
+    try:
+        record.mkdir(exist_ok=True)
+        OmegaConf.save(config, record / "config.yaml")
+        OmegaConf.save(HydraConfig.instance().cfg, record / "hydra.yaml")
+        OmegaConf.save(OmegaConf.create(words), record / "overrides.yaml")
+    except OSError as error:
+        raise TrainingError(f"can't write in {folder}: {error.strerror or error}") from error
+
+
+def planned_jobs(words: list[str]) -> list[list[str]] | None:
+    """The overrides of each job that a sweep's overrides make, in Hydra's order; None where they
+    can't be told without Hydra's own loader (`glob(*)`), or by this sweeper."""
+    try:
+        overrides = OverridesParser.create().parse_overrides(words)
+        return BasicSweeper.split_arguments(overrides, None)[0]
+    except (HydraException, ValueError):
+        return None
+
+
+def tell_sweep(ended: BaseException | None) -> None:
+    """At the end of a sweep, however it ended: what became of its jobs, if not all is well."""
+    if ended is None or Begun.folder is None:
+        return
+    if isinstance(ended, SystemExit):  # no Ctrl-C
+        wait_for_local_jobs(Begun.folder)
+    jobs = outcomes(Begun.folder, planned_jobs(list(Begun.overrides)))
+    if any(job.folder is not None for job in jobs):  # else Hydra has refused the command
+        say(summary(Begun.folder, jobs, ["python", *sys.argv]), error=True)
 
 
 if __name__ == "__main__":
@@ -80,4 +143,11 @@ if __name__ == "__main__":
         check_choices(sys.argv[1:])
     except ConfigError as error:
         sys.exit(f"error: {error}")
-    main()
+    ended: BaseException | None = None
+    try:
+        main()
+    except BaseException as error:
+        ended = error
+        raise
+    finally:
+        tell_sweep(ended)

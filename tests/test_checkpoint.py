@@ -12,14 +12,14 @@ import optax
 import pytest
 
 from grpo_jax import checkpoint
-from grpo_jax.types import TrainState
+from grpo_jax.types import TrainingError, TrainState
 
 TX = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
 
 
 def make_state(tx=TX):
     key = jax.random.key(3)
-    odd = jnp.array([-0.0, 1e-45, jnp.inf, jnp.nan], jnp.float32)  # a cast would change these
+    odd = jnp.array([-0.0, 1e-45, 3.4e38, -0.1], jnp.float32)  # a cast would change these
     trainable = {"layer": {"w": jax.random.normal(key, (4, 3)), "odd": odd}}
     trainable["half"] = jnp.array([1.5, -2.0], jnp.bfloat16)
     return TrainState(trainable, tx.init(trainable), jnp.int32(7), jax.random.fold_in(key, 1))
@@ -50,6 +50,7 @@ def assert_same_bits(a, b):
 
 
 def test_round_trip_is_bit_equal_with_optax_tuples_and_typed_key(tmp_path):
+    """Case L7: google/orbax#2540 (typed keys failed)."""
     state = make_state()
     loop = {"step": 1, "position": 2**60 + 1, "loss": 0.1}
     meta = {
@@ -77,6 +78,7 @@ def test_round_trip_is_bit_equal_with_optax_tuples_and_typed_key(tmp_path):
 
 
 def test_resumed_run_equals_the_uninterrupted_one(tmp_path):
+    """Case L4: ms-swift#9935, open-instruct#1523, huggingface/accelerate#2016."""
     state = make_state()
     donating = jax.jit(update, donate_argnums=0)
     with checkpoint.open(tmp_path, keep=1) as manager:
@@ -143,7 +145,7 @@ def other_moments(state):
     ],
 )
 def test_a_checkpoint_of_another_kind_of_run_is_an_error(saved, change, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(TrainingError, match=message):
         checkpoint.restore(saved, 5, change(make_state()))
 
 
@@ -175,7 +177,7 @@ KILLED = """
 import os, signal, sys
 import jax, jax.numpy as jnp, optax
 from grpo_jax import checkpoint
-from grpo_jax.types import TrainState
+from grpo_jax.types import TrainingError, TrainState
 def state(value):
     weights = {"w": jnp.full((2**25,), value)}
     return TrainState(weights, optax.sgd(0.1).init({}), jnp.int32(0), jax.random.key(0))
@@ -188,6 +190,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_a_kill_in_the_middle_of_a_save_leaves_the_last_one_whole(tmp_path):
+    """Case L5: google/orbax#647, google/flax#1200, maxtext#5260, prime-rl#1825."""
     run = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], timeout=120)
     assert run.returncode == -signal.SIGKILL
     names = {path.name for path in tmp_path.iterdir()}

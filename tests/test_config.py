@@ -42,6 +42,7 @@ COMPANY = {
     ("model", "pretrained"): ("model.path=FOLDER", "warmstart=none"),
     **{("experiment", path.stem): ("plan=true",) for path in CONF.glob("experiment/*.yaml")},
     ("rollout", "reasoning"): ("train.minibatches=1",),
+    ("engine", "vllm"): ("engine.python=python",),
     ("scale", "pass_at_k_std"): ("baseline=pass_at_k",),
 }
 

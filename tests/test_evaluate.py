@@ -110,6 +110,7 @@ def test_only_the_first_prompts_and_what_is_asked_for():
 
 
 def test_the_same_parameters_give_the_same_numbers_twice(compiles):
+    """Case L12: GaTech-RL2/EgoVerse#644, NeMo-RL#3401."""
     evaluate = evaluator(forced_prefix="?")
     evaluate.sampler = replace(evaluate.sampler, _programs={})
     first = evaluate(random_params(), 1)

@@ -14,14 +14,25 @@ PACKAGE = ROOT / "grpo_jax"
 
 # A module or folder imports only from rows above its own, and from its own folder.
 LAYERS = (
-    {"rules"},
+    {"rules", "confidential"},
     {"types", "screen"},
-    {"kernels", "rewards", "stats", "metrics", "compiled"},
+    {
+        "kernels",
+        "rewards",
+        "stats",
+        "metrics",
+        "compiled",
+        "markdown",
+        "names",
+        "preemption",
+        "template",
+    },
     {"models", "tasks", "tokenizer", "sharding"},
     {"refill"},
     {"generate", "loss", "optim", "policy", "knobs", "passes", "answers"},
     {
         "learner",
+        "engine",
         "rollout",
         "evaluate",
         "checkpoint",
@@ -33,7 +44,8 @@ LAYERS = (
         "tabular_exact",
         "benchmark",
     },
-    {"assemble", "recording", "benchmark_report"},
+    {"assemble", "recording", "benchmark_report", "sweep"},
+    {"records"},
     {"trainer", "check", "replay", "plan", "timing", "benchmark_run"},
     {"typed", "replay_report", "announce", "together"},
     {"config"},

@@ -5,8 +5,8 @@ import math
 import subprocess
 import sys
 import sysconfig
-import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax.numpy as jnp
 import numpy as np
@@ -70,6 +70,7 @@ def test_a_metric_must_be_a_scalar(tmp_path, value):
 
 
 def test_one_row_a_step(tmp_path):
+    """Case C5: wandb/wandb#5632, #4482, #5913 (a lower step is dropped without a word)."""
     log = make(tmp_path)
     log.log(1, {"reward": 0.0})
     for step in (1, 0):
@@ -123,7 +124,13 @@ def test_completions_keep_any_text(tmp_path):
     log.close()
     lines = (tmp_path / "completions.jsonl").read_text().splitlines()
     assert [strict(line) for line in lines] == [
-        {"step": 0, "text": odd, "reward": None, "parts": {"a": 1.0}, "n": [1]},
+        {
+            "step": 0,
+            "text": odd.replace("\ud800", "\ufffd"),
+            "reward": None,
+            "parts": {"a": 1.0},
+            "n": [1],
+        },
         {"step": 0, "tokens": [0, 1], "path": "x"},
     ]
 
@@ -140,7 +147,8 @@ def test_a_folder_shows_one_verdict(tmp_path):
     assert done == {"step": 7, "final": {"eval/accuracy": 0.5, "kl": None}}
     assert verdicts() == ["DONE.json"]
     write_failed(tmp_path, RuntimeError("refused before it began"))
-    assert verdicts() == ["DONE.json"]
+    assert verdicts() == ["DONE.json", "REFUSED.json"]
+    assert strict((tmp_path / "REFUSED.json").read_text())["error"].endswith("before it began")
     make(tmp_path).close()  # a new attempt that did begin has no verdict yet
     assert verdicts() == ["completions.jsonl", "metrics.jsonl"]
     write_failed(tmp_path, RuntimeError("boom"))
@@ -187,12 +195,15 @@ def test_wandb_offline_run_is_complete_and_resumes_under_its_id(tmp_path, monkey
     log.completions(10, [{"text": "4 \ud800", "reward": 1.0}, {"text": "5", "extra": "x"}])
     log.close(exit_code=3)
     log.close()
-    time.sleep(1.1)  # W&B names its folders by the second
     resumed = make(tmp_path, mode="offline", start_step=11)
     resumed.log(11, {"reward": 0.75})
     resumed.close()
 
-    first, second = sorted((tmp_path / "wandb").glob("offline-run-*"))
+    # the second one has all rows, whatever a kill has kept from the first
+    (second,) = (tmp_path / "wandb").glob("offline-run-*")
+    (first,) = (tmp_path / "wandb" / "superseded").iterdir()
+    sent = [r["history"]["item"] for r in records(second) if r["type"] == "history"]
+    assert [item["train/step"] for item in sent if "reward" in item] == [10, 11]
     found = records(first)
     text = json.dumps(found)
     assert "0123456789abcdef" not in text and "[hidden]" in text
@@ -209,6 +220,29 @@ def test_wandb_offline_run_is_complete_and_resumes_under_its_id(tmp_path, monkey
     assert content["data"][1] == [10, "5", None, "x"]
     again = next(record["run"] for record in records(second) if record["type"] == "run")
     assert again["run_id"] == run["run_id"]
+    (second / "run-x.wandb.synced").write_text("")  # its rows are known to the server
+    make(tmp_path, mode="offline", start_step=12).close()
+    (third,) = set((tmp_path / "wandb").glob("offline-run-*")) - {second}
+    assert [r for r in records(third) if r["type"] == "history" and "reward" in str(r)] == []
+
+
+def test_online_a_row_that_the_server_has_is_not_sent_again(tmp_path, monkeypatch):
+    """W&B hands a resumed run what it knows of it; no server here, so a stand-in does."""
+    sent = []
+    server = SimpleNamespace(
+        id="a",
+        summary={"train/step": 4},
+        define_metric=lambda *_, **__: None,
+        log=sent.append,
+        finish=lambda exit_code: None,
+    )
+    monkeypatch.setattr("wandb.init", lambda **_: server)
+    log = make(tmp_path, mode="online", start_step=3)
+    for step in (3, 4, 5):
+        log.log(step, {"reward": 0.5})
+    log.close()
+    assert [item["train/step"] for item in sent] == [5]
+    assert [row["step"] for row in read_rows(tmp_path / "metrics.jsonl")] == [3, 4, 5]
 
 
 def test_two_jobs_in_one_process_are_two_wandb_runs(tmp_path):

@@ -116,6 +116,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("overrides", REFUSED)
 def test_refused_in_a_few_words_that_name_the_key(overrides):
+    """Cases C1 and C8: wrong types, unknown keys (with + too), epsilons and groups."""
     with pytest.raises(ConfigError) as caught:
         make_run(compose(*overrides.split()), Path("runs/test"))
     text = str(caught.value)

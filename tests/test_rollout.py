@@ -196,6 +196,8 @@ def test_counters_add_up_over_rounds():
 @pytest.mark.parametrize("max_rounds", [1, 3])
 @pytest.mark.parametrize("on_exhausted", ["partial", "skip"])
 def test_a_constant_reward_ends_after_exactly_max_rounds(max_rounds, on_exhausted):
+    """Case L1: BytedTsinghua-SIA/DAPO#22, #28, verl#953, verl-recipe#82. (0 or less is refused:
+    test_refusals.py.)"""
     made = collector(
         MIXED + MIXED,
         parts=[RewardPart("correct", flat)],

@@ -1,7 +1,9 @@
 """trainer.py: whole runs of a few steps, composed as on the command line."""
 
 import json
+import os
 import shutil
+import signal
 from pathlib import Path
 
 import jax
@@ -9,9 +11,11 @@ import numpy as np
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
-from grpo_jax import checkpoint, trainer
+from grpo_jax import checkpoint, preemption, trainer
 from grpo_jax.config import compose, make_run
 from grpo_jax.logging import RunLogger, read_rows
+from grpo_jax.preemption import Preempted
+from grpo_jax.rollout import Collector
 from grpo_jax.types import TrainingError
 from tests.fixtures import assert_trees_equal, snapshot
 
@@ -165,6 +169,7 @@ def test_algorithms_with_one_seed_are_paired(whole, tmp_path):
 
 
 def test_evaluation_does_not_disturb_training(whole, tmp_path):
+    """Case L12: GaTech-RL2/EgoVerse#644, NeMo-RL#3401."""
     folder, saved = whole
     silent = launch(tmp_path / "run", "eval.every=0")
     table, other = rows(tmp_path / "run", "eval/"), rows(folder, "eval/")
@@ -183,6 +188,7 @@ class Killed(BaseException):
 
 
 def test_a_killed_run_goes_on_bit_for_bit(whole, tmp_path):
+    """Case L4: ms-swift#9935, PrimeIntellect-ai/prime-rl#3164, paiml/entrenar#294."""
     folder, saved = whole
     log = RunLogger.log
 
@@ -204,6 +210,35 @@ def test_a_killed_run_goes_on_bit_for_bit(whole, tmp_path):
     assert sorted(rest) == [4]
     assert_trees_equal(rest[4], saved[4])
     assert json.loads((tmp_path / "run" / "DONE.json").read_text())["step"] == 4
+
+
+def told(monkeypatch, step):
+    """SIGTERM comes as the rollout of that step begins."""
+    collect, left = Collector.collect, [1]
+
+    def collecting(self, params, reference, now, *rest):
+        if now == step and left:
+            left.clear()
+            os.kill(os.getpid(), signal.SIGTERM)
+        return collect(self, params, reference, now, *rest)
+
+    monkeypatch.setattr(Collector, "collect", collecting)
+
+
+def test_a_preempted_run_saves_and_goes_on(whole, tmp_path, monkeypatch):
+    folder, before = tmp_path / "run", signal.getsignal(signal.SIGTERM)
+    told(monkeypatch, 3)  # checkpoints are of steps 2 and 4
+    with pytest.raises(Preempted, match=r"SIGTERM: stopped after step 3 of 4; .*same command"):
+        launch(folder)
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert [row["step"] for row in rows(folder)] == [0, 1, 2, 3]
+    assert not list(folder.glob("*E*.json"))  # neither DONE nor FAILED
+    assert checkpoint.load_params(folder / "checkpoints")[0] == 3
+    told(monkeypatch, 4)
+    saved = launch(folder)  # told in its last step: it is complete
+    assert preemption.asked()  # and scripts/train.py begins no other job of a sweep
+    assert_trees_equal(saved[4], whole[1][4])
+    assert rows(folder) == rows(whole[0]) and (folder / "DONE.json").exists()
 
 
 def test_a_complete_run_is_left_alone(whole, monkeypatch):
@@ -248,6 +283,7 @@ def test_a_base_policy_at_chance_is_refused(tmp_path):
 
 
 def test_a_run_whose_numbers_break_stops_with_a_message(tmp_path):
+    """Case L9: facebookresearch/habitat-lab#2226, google-deepmind/optax#1746."""
     with pytest.raises(
         TrainingError, match="5 updates in a row had a loss or gradient that is not"
     ):
@@ -268,8 +304,10 @@ def test_a_run_whose_numbers_break_stops_with_a_message(tmp_path):
 
 
 def test_twenty_steps_on_three_prompts_compile_nothing_after_the_first(
-    tmp_path, compiles, monkeypatch
+    tmp_path, compiles, monkeypatch, capsys
 ):
+    """Case L3, too: huggingface/trl#4271, RasmussenLab/vamb#425 (fewer problems than a step takes:
+    the incomplete batch went, and the run ended well without a step)."""
     made, log = {}, RunLogger.log
 
     def logging(self, step, metrics):
@@ -289,6 +327,8 @@ def test_twenty_steps_on_three_prompts_compile_nothing_after_the_first(
     assert compiles[made[1] :] == []
     table = rows(tmp_path / "run")[1:]
     assert len(table) == 20
+    said = "3 training prompts are fewer than a step takes (4): some come twice in one batch"
+    assert said in capsys.readouterr().out
     assert len({row["completions/mean_length"] for row in table}) > 10
     assert len({row["filter/rounds"] for row in table}) > 1
     assert table[-1]["position"] == sum(4 * row["filter/rounds"] for row in table)

@@ -174,7 +174,7 @@ class Workers:
         """Try those items, for `first` seconds of computing or for as long as one may take -> those
         that an alarm ended; None: the deadline has come."""
         pending, running, late = deque(numbers), dict[Future, int](), list[int]()
-        broken = dict.fromkeys(numbers, 0)  # pools that ended while they had the item
+        broken = dict.fromkeys(numbers, 0)  # times that a worker ended around the item
         again = first is None and self.limits.first_seconds is not None
         until = time.monotonic() + self.limits.seconds if again else math.inf
         # what is queued can't be taken back: one for each worker, or none where tries are long
@@ -191,8 +191,9 @@ class Workers:
             ended = False
             for future in done:
                 number = running.pop(future)
-                if isinstance(future.exception(), BrokenProcessPool):
-                    ended = True  # a worker died between two items: the pool ends with all it held
+                if _is_innocent(future.exception()):
+                    # a worker died between two items: the pool ends with all it held
+                    ended |= isinstance(future.exception(), BrokenProcessPool)
                     broken[number] += 1
                     if broken[number] < 3:
                         pending.append(number)
@@ -266,6 +267,13 @@ class Workers:
             pool.stop()
             self._context.kill()  # before pebble takes away what a starting one still reads
             pool.join()
+
+
+def _is_innocent(error: BaseException | None) -> bool:
+    """Whether the worker did not die of its item. SIGTERM comes from outside: a cluster that takes
+    a machine away sends it to every process, and the step at hand is still finished."""
+    told_to_end = getattr(error, "exitcode", None) == -signal.SIGTERM
+    return isinstance(error, BrokenProcessPool) or told_to_end
 
 
 _STILLBORN = (
