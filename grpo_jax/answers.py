@@ -8,6 +8,7 @@ import jax
 import numpy as np
 from jaxtyping import Array, Float, Key
 
+from grpo_jax import hosts
 from grpo_jax.rewards.combine import RewardPart, RewardTable, score, wanted_columns
 from grpo_jax.tasks.base import Prompt, Task, prompt_ids
 from grpo_jax.tokenizer import Tokenizer
@@ -160,15 +161,22 @@ def scored(
 def graded(
     prompts: list[Prompt], rollout: Rollout, texts: list[str], parts: list[RewardPart]
 ) -> Answers:
-    """Rewards of what `cut_at_stop` returns."""
-    repeated = [prompt for prompt in prompts for _ in range(len(texts) // len(prompts))]
+    """Rewards of what `cut_at_stop` returns. Of several processes, each scores whole groups that
+    are its own, and all have all of them."""
+    group = len(texts) // len(prompts)
+    own = hosts.share(len(prompts))
+    rows = slice(own.start * group, own.stop * group)
+    repeated = [prompt for prompt in prompts for _ in range(group)][rows]
     names = sorted({name for prompt in prompts for name in prompt.columns})
     columns = {name: [p.columns.get(name) for p in repeated] for name in names}
-    columns["truncated"] = rollout.truncated.tolist()
+    columns["truncated"] = rollout.truncated[rows].tolist()
     try:
-        rewards = score(parts, texts, [p.answer for p in repeated], columns)
+        rewards = score(parts, texts[rows], [p.answer for p in repeated], columns)
     except (TypeError, ValueError) as error:  # a function that can't be used, named
         raise TrainingError(str(error)) from error
+    if hosts.count() > 1:
+        tables = hosts.exchange("rewards", rewards.as_json())
+        rewards = RewardTable.concatenate([RewardTable.from_json(table) for table in tables])
     return Answers(tuple(prompts), rollout, tuple(texts), rewards)
 
 

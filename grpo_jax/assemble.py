@@ -312,6 +312,7 @@ def build_model(
 
 def _split(run: Run, model: llama.Model, params: Params) -> tuple[Params | None, Params]:
     """(frozen base, what is trained): all parameters, or with LoRA fresh adapters beside them."""
+    checkpoint.refuse_different(params)
     if not run.lora.active:
         return None, params
     key = jax.random.fold_in(jax.random.key(run.seed), ADAPTERS)

@@ -49,6 +49,8 @@ AT_LEAST = {
         "train.micro_batch_rows",
         "train.vocab_chunk",
         "train.max_nonfinite",
+        "mesh.start_seconds",
+        "mesh.heartbeat_seconds",
         "eval.prompts",
         "eval.samples",
         "eval.forced_prompts",
@@ -316,6 +318,10 @@ def _fits_mesh(run: Run) -> Iterator[str]:
         yield "mesh: only one of data, fsdp and tensor can be -1, all the devices that are left"
     if mesh.tensor != 1 and run.model.attention != "xla":
         yield f"mesh.tensor cuts heads, which model.attention={run.model.attention} can't have"
+    if mesh.distributed and mesh.single:
+        yield "mesh.distributed=true with one device: all processes' devices are used (mesh=data)"
+    if mesh.distributed and run.checkpoint.rollouts_every:
+        yield "checkpoint.rollouts_every with mesh.distributed=true: one process alone records them"
     yield from misfits(mesh.sizes, run.update_rows, shape)
 
 

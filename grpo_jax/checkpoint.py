@@ -23,6 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from grpo_jax import hosts
 from grpo_jax.models.config import Llama3Scaling, LlamaConfig
 from grpo_jax.screen import say
 from grpo_jax.types import Params, TrainingError, TrainState
@@ -133,7 +134,7 @@ def refuse_nonfinite(tree: Any, where: str) -> None:
 
 def latest(manager: "ocp.CheckpointManager") -> int | None:
     """The newest complete checkpoint's step, or None."""
-    return manager.latest_step()
+    return hosts.first_says("newest checkpoint", manager.latest_step())
 
 
 def restore(
@@ -189,17 +190,22 @@ def restore_newest(
     none, and as `restore` does.
     """
     bad: list[int] = []
-    for step in sorted(manager.all_steps(), reverse=True):
+    for step in hosts.first_says("checkpoints", sorted(manager.all_steps(), reverse=True)):
+        restored, problem = None, None
         try:
             restored = restore(manager, step, abstract_state)
         except TrainingError:  # it can be read, and is of another kind of run
             raise
         except Exception as error:
-            say(f"WARNING: skipped checkpoint {_unreadable(manager.directory, step, error)}")
+            problem = _unreadable(manager.directory, step, error)
+        problems = [text for text in hosts.exchange("restored", problem) if text is not None]
+        if restored is None or problems:
+            say(f"WARNING: skipped checkpoint {problems[0]}")
             bad.append(step)
             continue
-        for number in bad:
-            _put_aside(Path(manager.directory), number)
+        with hosts.one_first("put aside"):
+            for number in bad if hosts.leads() else []:
+                _put_aside(Path(manager.directory), number)
         if bad:
             manager.reload()
         return step, *restored
@@ -304,6 +310,12 @@ def refuse_other_base(saved: str | None, found: str | None) -> None:
             "the base model is not the one that these adapters were trained beside: what is in "
             "model.path has changed since (or the warm start was made anew by other code)"
         )
+
+
+def refuse_different(params: Params) -> None:
+    """Raise TrainingError unless all processes of the run begin with the same parameters."""
+    if hosts.count() > 1:
+        hosts.refuse_different("the first parameters (model.path, warm start)", fingerprint(params))
 
 
 @jax.jit

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from grpo_jax.answers import Answers, RolloutSettings, answer, refuse_broken
@@ -129,7 +128,7 @@ class Evaluator:
                 T,
                 self.tokenizer.pad_id,
             )
-            logp, _ = self.logprobs(params, jax.tree.map(jnp.asarray, rollout))
+            logp, _ = self.logprobs(params, rollout)
             found.append(np.exp(np.where(rollout.mask, logp, 0.0).sum(-1))[: len(chunk)])
         probability = np.concatenate(found)
         levels = np.array([str(p.level) for p in prompts])

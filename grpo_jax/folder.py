@@ -17,6 +17,7 @@ from typing import Any
 
 import yaml
 
+from grpo_jax import hosts
 from grpo_jax.screen import say
 from grpo_jax.types import RefusedError, TrainingError
 
@@ -34,7 +35,7 @@ def claim(folder: Path, config: dict[str, Any]) -> None:
     """
     refuse_other(folder, config)
     path, config = folder / CONFIG, _as_json(config)
-    if _read(path) != config:
+    if hosts.leads() and _read(path) != config:
         with _writing(folder):
             folder.mkdir(parents=True, exist_ok=True)
             part = path.with_suffix(".tmp")
@@ -63,12 +64,14 @@ def in_use(job: Path) -> bool:
     return (job / CONFIG).exists() or any(job.glob(f"seed=*/{CONFIG}"))
 
 
-def changes(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
-    """A line for each key that differs and isn't free to."""
+def changes(old: dict[str, Any], new: dict[str, Any], free: tuple[str, ...] = FREE) -> list[str]:
+    """A line for each key that differs and isn't `free` to."""
     before, now = flat(old), flat(_as_json(new))
     keys = [key for key in sorted({*before, *now}) if before.get(key) != now.get(key)]
     return [
-        f"{key}: {before.get(key)!r} there, {now.get(key)!r} now" for key in keys if not _free(key)
+        f"{key}: {before.get(key)!r} there, {now.get(key)!r} now"
+        for key in keys
+        if not any(key == name or key.startswith(f"{name}.") for name in free)
     ]
 
 
@@ -85,12 +88,16 @@ def hold(folder: Path) -> Generator[None]:
     It is a lock on an open file, which the system takes back however the process ends: after a
     kill, nothing has to be removed by hand. Over NFS it holds between machines only if the server
     has locks and the mount doesn't keep them local (`nolock`, `local_lock`); where a file system
-    has none at all, that is said, and the run goes on without.
+    has none at all, that is said, and the run goes on without. Of a run of several processes, the
+    first one holds the folder.
 
     Raises:
         RefusedError: another process has it; the text says which, and on what machine.
         TrainingError: nothing can be written there.
     """
+    if not hosts.leads():
+        yield
+        return
     with _writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
         file = (folder / LOCK).open("a+", encoding="utf-8")
@@ -138,10 +145,6 @@ def flat(tree: Any, prefix: str = "") -> dict[str, Any]:
     for key, value in tree.items():
         leaves |= flat(value, f"{prefix}.{key}" if prefix else str(key))
     return leaves
-
-
-def _free(key: str) -> bool:
-    return any(key == free or key.startswith(f"{free}.") for free in FREE)
 
 
 def _as_json(config: dict[str, Any]) -> dict[str, Any]:

@@ -146,6 +146,25 @@ class RunLogger:
             run.finish(exit_code=exit_code)
 
 
+class NoLogger(RunLogger):
+    """That of a process of a run for which another one writes."""
+
+    def __init__(self) -> None:
+        pass
+
+    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
+        pass
+
+    def completions(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        pass
+
+    def sync(self) -> None:
+        pass
+
+    def close(self, exit_code: int = 0) -> None:
+        pass
+
+
 def read_rows(path: Path) -> list[dict[str, Any]]:
     """The rows of a `.jsonl` file. A last line that a kill cut short is left out.
 

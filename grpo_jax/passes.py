@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from grpo_jax import hosts
 from grpo_jax.types import Kl, Params, Rollout
 
 
@@ -48,7 +49,8 @@ def start_passes(
     `logprobs` and `exact_kl` are made by `policy.make_logprobs` and `policy.make_exact_kl`, which
     say what `group` is. The first call for a width compiles, and that is waited for.
     """
-    rollout = jax.tree.map(jnp.asarray, rollout)
+    if hosts.count() == 1:  # else numpy is what a program of several processes takes
+        rollout = jax.tree.map(jnp.asarray, rollout)
     logp, entropy = logprobs(params, rollout, group)
     ref_logp, exact = None, None
     if kl.active:

@@ -12,10 +12,10 @@ from typing import Any
 import jax
 from tqdm import tqdm
 
-from grpo_jax import checkpoint, preemption, recording
+from grpo_jax import checkpoint, hosts, preemption, recording
 from grpo_jax.assemble import Run, Work
 from grpo_jax.folder import changes, shown
-from grpo_jax.logging import RunLogger
+from grpo_jax.logging import NoLogger, RunLogger
 from grpo_jax.preemption import Preempted
 from grpo_jax.screen import say
 from grpo_jax.types import RefusedError, TrainingError, TrainState
@@ -91,21 +91,13 @@ def records(run: Run, work: Work) -> Generator[Records]:
             if found is not None:
                 step, work.state, loop = found
                 work.collector.restore(loop["waiting"])
-        logger = RunLogger(
-            run.folder,
-            wandb_mode=run.logger.wandb,
-            project=run.logger.project,
-            group=run.logger.group,
-            tags=run.logger.tags,
-            config=run.config,
-            start_step=step + 1 if step else 0,
-        )
+        logger = _logger(run, step) if hosts.leads() else NoLogger()
         bar = tqdm(
             total=run.train.steps,
             initial=step,
             desc=run.config["name"],
             unit="step",
-            disable=not run.logger.progress,
+            disable=not (run.logger.progress and hosts.leads()),
             dynamic_ncols=True,
         )
         try:
@@ -124,9 +116,25 @@ def records(run: Run, work: Work) -> Generator[Records]:
                 if manager is not None:
                     checkpoint.wait(manager)  # or the logger would be told of a success
         except BaseException as error:
+            hosts.fail(error)  # before what has to be closed takes its time
+            if hosts.lost(error):
+                stack.pop_all()  # a save under way would wait for all processes
             logger.close(preemption.EXIT_CODE if isinstance(error, Preempted) else 1)
             raise
         logger.close(0)
+
+
+def _logger(run: Run, step: int) -> RunLogger:
+    """For what comes after that step."""
+    return RunLogger(
+        run.folder,
+        wandb_mode=run.logger.wandb,
+        project=run.logger.project,
+        group=run.logger.group,
+        tags=run.logger.tags,
+        config=run.config,
+        start_step=step + 1 if step else 0,
+    )
 
 
 def _newest(

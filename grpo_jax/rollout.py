@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key
 
+from grpo_jax import hosts
 from grpo_jax.answers import (
     Answers,
     RolloutSettings,
@@ -128,9 +129,9 @@ class Collector:
             keep = np.zeros_like(keep)
         answers = replace(answers, rollout=narrowed(answers.rollout, self.settings.widths))
         if passes is None:
-            passes = start(answers.rollout)
+            passes = hosts.local(start(answers.rollout))
         else:
-            passes = passes.take(_kept_first(rounds[0][1]), answers.group_size)
+            passes = hosts.local(passes).take(_kept_first(rounds[0][1]), answers.group_size)
         batch, extra = self._batch(passes, answers, keep, step)
         metrics |= extra | self._batch_metrics(batch, passes.entropy, answers, step)
         return Collection(batch, answers, position, metrics)

@@ -16,6 +16,7 @@ from grpo_jax.confidential import hidden
 
 # a thread begins without: what one run says never carries another's name
 _name: ContextVar[str | None] = ContextVar("name", default=None)
+_other: str | None = None  # the name of a process that another one speaks for
 
 _OBEYED = ("Cc", "Cf", "Cs", "Zl", "Zp")  # categories: control, format, surrogate, separators
 
@@ -23,7 +24,9 @@ _OBEYED = ("Cc", "Cf", "Cs", "Zl", "Zp")  # categories: control, format, surroga
 def say(text: str, *, error: bool = False) -> None:
     """Print a line, or several, each behind the name of this thread's run if it has one. Without
     credentials, with what a terminal would obey as text, and what it can't encode too."""
-    text, name = visible(hidden(text)), _name.get()
+    if _other is not None and not error:
+        return
+    text, name = visible(hidden(text)), _other or _name.get()
     stream = sys.stderr if error else sys.stdout
     encoding = getattr(stream, "encoding", None) or "utf-8"
     text = text.encode(encoding, "backslashreplace").decode(encoding)
@@ -36,6 +39,13 @@ def visible(text: str) -> str:
     the direction of writing and lone surrogates as `\x1b` and the like. Line ends and tabs stay.
     """
     return "".join(_escape(c) if unicodedata.category(c) in _OBEYED else c for c in text)
+
+
+def only_errors(name: str) -> None:
+    """From now on this process says nothing but errors, under that name: one of several processes
+    of a run, of which the first one speaks."""
+    global _other
+    _other = name
 
 
 @contextmanager

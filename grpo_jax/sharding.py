@@ -26,6 +26,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from grpo_jax import hosts
 from grpo_jax.screen import say
 from grpo_jax.types import TrainingError
 
@@ -54,6 +55,8 @@ class MeshSettings:
     fsdp: int
     tensor: int
     distributed: bool = False  # processes that a launcher started together are one run
+    start_seconds: int = 300  # that they have to find one another
+    heartbeat_seconds: int = 100  # without a sign of life, after which a process counts as dead
 
     @property
     def sizes(self) -> tuple[int, int, int]:
@@ -62,6 +65,13 @@ class MeshSettings:
     @property
     def single(self) -> bool:
         return self.sizes == (1, 1, 1)
+
+
+def join(settings: MeshSettings) -> None:
+    """Become one of the processes of the run, if it has several. Before this, nothing may have
+    touched a device. Raises TrainingError (`hosts.join`)."""
+    if settings.distributed:
+        hosts.join(settings.start_seconds, settings.heartbeat_seconds)
 
 
 def sizes_for(settings: MeshSettings, devices: int) -> tuple[int, int, int]:
@@ -163,12 +173,13 @@ class Placement:
 
     def _placed(self, tree: Any, shardings: Any) -> Any:
         if self.mesh is None:
-            return jax.tree.map(jax.numpy.asarray, tree)
+            return tree  # as it is: programs take it to the device
 
         def leaf(a, sharding):
-            if isinstance(a, jax.Array) and (a.is_fully_addressable or a.sharding == sharding):
-                if jax.process_count() == 1 or a.sharding == sharding:
-                    return jax.device_put(a, sharding)
+            if isinstance(a, jax.Array) and a.sharding == sharding:
+                return a
+            if jax.process_count() == 1:
+                return jax.device_put(a, sharding)
             if jax.dtypes.issubdtype(a.dtype, jax.dtypes.prng_key):
                 data = leaf(np.asarray(jax.random.key_data(a)), sharding)
                 return jax.random.wrap_key_data(data, impl=jax.random.key_impl(a))

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from tqdm import tqdm
 
-from grpo_jax import preemption, recording
+from grpo_jax import hosts, preemption, recording
 from grpo_jax.assemble import Run, Work, assemble
 from grpo_jax.folder import claim, hold, refuse_other
 from grpo_jax.learner import minibatches
@@ -43,7 +43,7 @@ def train(run: Run, jit: Callable = jax.jit) -> dict[str, float]:
         Preempted: SIGTERM came (`preemption.py`); the run goes on when it is started again.
     """
     refuse_other(run.folder, run.config)
-    already = finished(run)
+    already = hosts.first_says("finished", finished(run))
     if already is not None:
         say(f"complete already, nothing to do: {run.folder}")
         return already
@@ -64,7 +64,7 @@ def _steps(run: Run, jit: Callable) -> dict[str, float]:
             final = _evaluate(work, state, 0, out, tell="before training")
             out.logger.log(0, final | sizes | _data_metrics(work))
             _refuse_chance(run, work, final)
-        if preemption.asked():
+        if hosts.any_of("SIGTERM", preemption.asked()):
             out.leave(run, step)
         while step < run.train.steps:
             step += 1
@@ -96,14 +96,16 @@ def _steps(run: Run, jit: Callable) -> dict[str, float]:
                 out.logger.completions(step, data.answers.sample())
             _show(out.bar, metrics)
             # SAVE
-            every, stop = run.checkpoint.every, preemption.asked() and not last
+            asked = hosts.any_of("SIGTERM", preemption.asked())
+            every, stop = run.checkpoint.every, asked and not last
             if last or stop or (every and step % every == 0):
                 out.save(state, step, position, work.collector.waiting())
             if stop:
                 out.leave(run, step)
         if final is None:  # resumed after the last step, whose rows are there
             final, _ = work.evaluator(whole(work.base, state.trainable), step)
-    write_done(run.folder, step, final)
+    if hosts.leads():
+        write_done(run.folder, step, final)
     return final
 
 

@@ -23,6 +23,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 from tqdm import tqdm
 
+from grpo_jax import hosts
 from grpo_jax.generate import given_rollout
 from grpo_jax.kernels.logprobs import token_logprobs
 from grpo_jax.models.llama import Model
@@ -70,19 +71,20 @@ def warm_params(
     """
     key = _cache_key(settings, model, task, identity | {"prompt_slots": prompt_slots}, seed)
     path = cache / "warmstart" / f"{key}.safetensors"
-    kept = _kept(path, model)
-    if kept is not None:
-        return kept, True
-    params = _train(settings, model, task, tokenizer, prompt_slots, seed, progress, jit)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        part = path.with_suffix(f".{os.getpid()}.tmp")
-        save_file(_flatten(params), part)
-        # jobs of a sweep may race: each writes its own file, the same content
-        os.replace(part, path)
-    except (OSError, SafetensorError) as error:
-        say(f"note: the warm start is not kept for the next run: {error}")
-    return params, False
+    with hosts.one_first("warm start"):
+        kept = _kept(path, model)
+        if kept is not None:
+            return kept, True
+        params = _train(settings, model, task, tokenizer, prompt_slots, seed, progress, jit)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            part = path.with_suffix(f".{os.getpid()}.tmp")
+            save_file(_flatten(params), part)
+            # jobs of a sweep may race: each writes its own file, the same content
+            os.replace(part, path)
+        except (OSError, SafetensorError) as error:
+            say(f"note: the warm start is not kept for the next run: {error}")
+        return params, False
 
 
 def _kept(path: Path, model: Model) -> Params | None:

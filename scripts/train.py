@@ -6,6 +6,9 @@ A sweep's failed jobs stop no other; they are named at its end, with the command
 `seeds_per_job=8` trains 8 seeds side by side, each with a run folder of its own (seed=N) in the
 job's; called again with the same folder, it goes on with those that aren't complete.
 
+`mesh.distributed=true` makes one run of the processes that a launcher started with the same
+command, on one host or many (docs/devices.md).
+
 `plan=true` prints what the run would need (memory, FLOPs, an estimate of its time) and stops.
 
 A function of your own is named by its import path, from the installed packages or the current
@@ -14,6 +17,8 @@ directory: `clip=none clip._target_=my.module.rule`, and `+clip.range=0.1` for i
 
 import logging
 import sys
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import hydra
@@ -25,16 +30,19 @@ from hydra.errors import CompactHydraException, HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
+from grpo_jax import hosts
 from grpo_jax.announce import announce
+from grpo_jax.assemble import Run
 from grpo_jax.check import ConfigError
 from grpo_jax.compiled import keep_compiled
 from grpo_jax.confidential import blank
 from grpo_jax.config import check_choices, make_runs
-from grpo_jax.folder import in_use, refuse_other, seed_folder
+from grpo_jax.folder import changes, in_use, refuse_other, seed_folder, shown
 from grpo_jax.logging import write_failed
 from grpo_jax.plan.report import report
 from grpo_jax.preemption import EXIT_CODE, Preempted, asked
 from grpo_jax.screen import say
+from grpo_jax.sharding import join
 from grpo_jax.sweep import Begun, outcomes, summary, wait_for_local_jobs
 from grpo_jax.together import train_together
 from grpo_jax.trainer import train
@@ -58,10 +66,13 @@ def main(config: DictConfig) -> None:
     in_sweep = HydraConfig.get().mode == RunMode.MULTIRUN
     ours = not in_use(folder)  # or another run's: then it stays as it is, to the byte
     try:
-        if ours:
+        if ours and not OmegaConf.select(config, "mesh.distributed"):  # else the first one will
             keep_record(folder, config)
         group = Path(HydraConfig.get().sweep.dir).absolute().name if in_sweep else None
         runs = make_runs(config, folder, group)
+        if runs[0].mesh.distributed and runs[0].plan is None:
+            runs = [join_others(runs[0])]
+            folder = runs[0].folder
         for run in runs:
             refuse_other(run.folder, run.config)
         ours = True
@@ -73,23 +84,19 @@ def main(config: DictConfig) -> None:
             print(report(run, run.plan))
             return
         prepare_process(run.cache)
-        keep_record(folder, config)
-        if len(runs) == 1:
-            train(run)
-        else:
-            for run in runs:
-                seed_folder(folder, run.seed)
-            train_together(runs)
-            (folder / "FAILED.json").unlink(missing_ok=True)  # of an earlier attempt
-        for place in {folder, *(run.folder for run in runs)}:
-            (place / "REFUSED.json").unlink(missing_ok=True)
+        if hosts.leads():
+            keep_record(folder, config)
+        train_all(runs, folder)
     except Preempted as stopped:  # neither complete nor failed; no other job of a sweep begins
-        print(stopped, file=sys.stderr)
+        if hosts.leads():
+            print(stopped, file=sys.stderr)
         sys.exit(EXIT_CODE)
-    except BaseException as error:
-        if isinstance(error, SystemExit) and asked():
+    except BaseException as caught:
+        if isinstance(caught, SystemExit) and asked():
             raise  # submitit has put the job back into the queue
-        if in_sweep or (ours and not isinstance(error, RefusedError)):
+        error = hosts.explained(caught)
+        hosts.fail(error)
+        if hosts.leads() and (in_sweep or (ours and not isinstance(error, RefusedError))):
             write_failed(folder, error)
         if not isinstance(error, ConfigError | TrainingError):
             blank(error)
@@ -99,9 +106,51 @@ def main(config: DictConfig) -> None:
             sys.exit(2)
         # the sweep goes on with its other jobs, and `tell_sweep` has all errors at its end
         raise CompactHydraException(f"the first job that failed: {folder}") from error
-    print(folder)
+    if hosts.leads():
+        print(folder)
     if in_sweep and asked():  # while the last step was at work
         sys.exit(EXIT_CODE)
+
+
+def train_all(runs: list[Run], folder: Path) -> None:
+    if len(runs) == 1:
+        train(runs[0])
+    else:
+        for run in runs:
+            seed_folder(folder, run.seed)
+        train_together(runs)
+        (folder / "FAILED.json").unlink(missing_ok=True)  # of an earlier attempt
+    for place in {folder, *(run.folder for run in runs)}:
+        (place / "REFUSED.json").unlink(missing_ok=True)
+
+
+def join_others(run: Run) -> Run:
+    """The run as the other processes have it, in the folder that Hydra made for the first of them.
+    Raises ConfigError: they were started by different commands."""
+    launcher = HydraConfig.get().launcher._target_
+    if HydraConfig.get().mode == RunMode.MULTIRUN and "Slurm" not in launcher:
+        raise ConfigError(
+            "mesh.distributed=true in a sweep: processes can join for one run only. Start each run "
+            "by itself, or let Slurm start each job (hydra/launcher=submitit_slurm)"
+        )
+    join(run.mesh)
+    first = hosts.first_says("configuration", run.config)
+    differ = changes(first, run.config | {"cache": first["cache"]}, free=())
+    told = hosts.exchange("commands", differ)
+    for process, lines in enumerate(told):
+        if lines:
+            raise ConfigError(
+                f"processes 0 (there) and {process} (now) of this run were started by different "
+                f"commands:\n{shown(lines)}"
+            )
+    folder = Path(hosts.first_says("run folder", str(run.folder.absolute())))
+    if folder != run.folder.absolute():
+        with suppress(OSError):  # the empty one that Hydra made for this process
+            for path in run.folder.glob("*.log"):
+                if path.stat().st_size == 0:
+                    path.unlink()
+            run.folder.rmdir()
+    return replace(run, folder=folder)
 
 
 def keep_record(folder: Path, config: DictConfig) -> None:
@@ -151,3 +200,5 @@ if __name__ == "__main__":
         raise
     finally:
         tell_sweep(ended)
+        code = getattr(ended, "code", 1)
+        hosts.leave(code, failed=ended is not None and code != EXIT_CODE)

@@ -24,10 +24,12 @@ def start(folder: Path, moment: str, *overrides: str, **variables: str) -> subpr
     found = {} if cache is None else {"JAX_COMPILATION_CACHE_DIR": cache}
     found |= {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
     found |= {"JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1"}
+    # a W&B service of its own: one of whoever logs here would outlive it, and hold its run's id
+    mine = {name: value for name, value in os.environ.items() if name != "WANDB_SERVICE"}
     return subprocess.Popen(
         [sys.executable, "-m", "tests.killed", str(folder), moment, *overrides],
         cwd=ROOT,
-        env=os.environ | found | variables,
+        env=mine | found | variables,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

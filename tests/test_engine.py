@@ -277,6 +277,7 @@ def settings_of(python, *more):
     return (*SMALL, "engine=vllm", f"engine.python={python}", "train.steps=2", *more)
 
 
+@pytest.mark.core
 def test_a_run_with_an_engine(tmp_path):
     """Whole, with the worker that is none: its log-probs are -2, which ours are not."""
     python = tmp_path / "python"

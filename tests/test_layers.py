@@ -22,6 +22,7 @@ LAYERS = (
         "stats",
         "metrics",
         "compiled",
+        "hosts",
         "markdown",
         "names",
         "preemption",

@@ -28,6 +28,7 @@ def same(got: list[dict], want: list[dict]) -> None:
             np.testing.assert_allclose(a[name], value, rtol=1e-4, atol=1e-5, err_msg=name)
 
 
+@pytest.mark.core
 @pytest.mark.parametrize(
     ("overrides", "first", "then"),
     [

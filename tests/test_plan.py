@@ -348,7 +348,7 @@ def test_weights_of_another_shape_are_refused_before_they_are_read(tmp_path):
         with pytest.raises(TrainingError, match=f"model.shape.{field}="):
             assemble.load_model(run, None, char_tokenizer(), 0)
     (tmp_path / "config.json").write_text(json.dumps(hf.to_hf(shape)))
-    with pytest.raises(FileNotFoundError):  # it agrees: now the weights are looked for
+    with pytest.raises(TrainingError, match="safetensors"):  # it agrees: now for the weights
         assemble.load_model(run, None, char_tokenizer(), 0)
 
 

@@ -57,6 +57,7 @@ def whole(tmp_path_factory):
     return folder, launch(folder, *EVERYTHING)
 
 
+@pytest.mark.core
 def test_the_undisturbed_run_has_all_that_a_resume_could_lose(whole):
     folder, saved = whole
     table = rows(folder)
@@ -68,6 +69,7 @@ def test_the_undisturbed_run_has_all_that_a_resume_could_lose(whole):
     assert sorted(saved) == [3, 6] and int(saved[6].step) == 24  # 2 epochs x 2 minibatches
 
 
+@pytest.mark.core
 def test_a_run_killed_after_the_checkpoint_goes_on_as_if_nothing_had_been(whole, tmp_path):
     folder = tmp_path / "run"
     killed(folder, "logged:4", *EVERYTHING, *OFFLINE)

@@ -71,6 +71,7 @@ def trained(tmp_path_factory):
     return folder, *run(folder, *SMALL)
 
 
+@pytest.mark.core
 def test_a_run_writes_no_secret_of_its_environment(trained, capsys):
     folder, code, said = trained
     assert code == 0, said
@@ -86,6 +87,7 @@ def test_a_run_writes_no_secret_of_its_environment(trained, capsys):
     assert any(name.endswith(".wandb") for name in seen)
 
 
+@pytest.mark.core
 @pytest.mark.parametrize(("error", "exit_code"), [("OSError", 2), ("KeyError", 1)])
 def test_a_run_that_fails_writes_none_either(tmp_path, error, exit_code):
     (tmp_path / "broken.py").write_text(BROKEN_TASK)

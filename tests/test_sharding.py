@@ -11,7 +11,7 @@ import optax
 import pytest
 
 from grpo_jax import checkpoint
-from grpo_jax.generate import JaxSampler, dealt_out
+from grpo_jax.generate import JaxSampler, dealt_out, pad_prompts
 from grpo_jax.learner import make_gradient, make_update
 from grpo_jax.models import llama, lora
 from grpo_jax.models.config import LlamaConfig
@@ -205,6 +205,17 @@ def test_the_same_tokens_are_sampled(mesh, slots):
         np.testing.assert_array_equal(getattr(got, name), getattr(want, name), name)
     close(got.sampler_logp, want.sampler_logp)
     assert len(set(want.mask.sum(1).tolist())) > 2
+
+
+def test_keys_and_values_are_cut_by_rows_and_heads():
+    mesh, long = place((2, 1, 2)), SamplingParams(max_tokens=64)
+    sampler = JaxSampler(models((2, 1, 2))[1], 6, (3,), 0, place=mesh)
+    ids, mask = pad_prompts([*TEXTS, [20, 21]], 6, 0)
+    dealt = mesh.share((*dealt_out(ids, mask, np.arange(16), 2), jax.random.key(1)))
+    program = jax.jit(partial(sampler._rollout, long))
+    text = program.lower(mesh.put(weights()), *dealt, np.int32(1)).compile().as_text()
+    found = set(re.findall(r"f32\[(\d+),(\d+),(?:64,4|4,64)\]", text))
+    assert found == {("8", "2")}  # of 16 rows and 4 heads
 
 
 def test_prompts_that_devices_cannot_share_evenly():

@@ -90,6 +90,7 @@ def job_folders(sweep):
 # ----------------------------------------------------------------------------- every launcher
 
 
+@pytest.mark.core
 def test_a_failed_job_stops_no_other_and_is_named_under_every_launcher(tmp_path):
     """Case C2: hydra#2284, #2551. Refused before anything loads, so that it takes seconds."""
     present = [name for name, plugin in LAUNCHERS.items() if has(plugin)]
@@ -115,6 +116,7 @@ def test_a_failed_job_stops_no_other_and_is_named_under_every_launcher(tmp_path)
         pytest.skip(f"not installed: {', '.join(missing)} (pip install -e '.[sweep]')")
 
 
+@pytest.mark.core
 def test_a_sweep_goes_on_where_it_was_left(tmp_path, monkeypatch):
     """Cases C2 and C4 (wandb#1314, #4591): three jobs in one process, of which the second breaks
     while it trains and the third is refused; then the same command again."""
@@ -161,6 +163,7 @@ def _check_wandb(good, broken, refused):
     assert len(ids) == 2
 
 
+@pytest.mark.core
 def test_two_sweeps_of_one_second_have_a_folder_each(tmp_path):
     """Also with clocks that agree to the microsecond, on two hosts whose processes have one id."""
     running = [start(tmp_path, "optim.lr=-1,-2") for _ in range(2)]

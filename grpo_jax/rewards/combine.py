@@ -66,6 +66,21 @@ class RewardTable:
         lost = {name: failed[rows] for name, failed in self.lost.items()}
         return _counted(self.total[rows], parts, lost, self.errors)
 
+    def as_json(self) -> dict[str, Any]:
+        """`from_json` makes the same table of it, bit for bit."""
+        columns = {"total": self.total, **{f"part/{n}": a for n, a in self.parts.items()}}
+        columns |= {f"lost/{n}": a for n, a in self.lost.items()}
+        return {"errors": self.errors} | {name: a.tolist() for name, a in columns.items()}
+
+    @staticmethod
+    def from_json(columns: Mapping[str, Any]) -> "RewardTable":
+        def under(prefix: str, dtype: Any) -> dict[str, np.ndarray]:
+            found = [name for name in columns if name.startswith(prefix)]
+            return {name.removeprefix(prefix): np.array(columns[name], dtype) for name in found}
+
+        total = np.array(columns["total"], np.float32)
+        return _counted(total, under("part/", np.float32), under("lost/", bool), columns["errors"])
+
     @staticmethod
     def concatenate(tables: "Sequence[RewardTable]") -> "RewardTable":
         """One after the other; of each part's errors, the first."""
