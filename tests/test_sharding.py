@@ -23,7 +23,10 @@ from tests.cases import AXES, CORRECTION, KL, make_algorithm
 from tests.fixtures import make_batch
 from tests.test_learner import adam
 
-pytestmark = pytest.mark.skipif(len(jax.devices()) < 8, reason="XLA_FLAGS says fewer than 8")
+pytestmark = [
+    pytest.mark.core,
+    pytest.mark.skipif(len(jax.devices()) < 8, reason="XLA_FLAGS says fewer than 8"),
+]
 
 SHAPE = LlamaConfig(40, 32, 2, 8, 4, 4, 48)
 SETTINGS = PolicySettings(temperature=0.9, micro_batch_rows=2, vocab_chunk=16)

@@ -82,6 +82,7 @@ def stopping(monkeypatch, seed: int, step: int, stop) -> None:
     monkeypatch.setattr(RunLogger, "log", logging)
 
 
+@pytest.mark.core
 def test_each_seed_learns_what_it_learns_alone_whatever_stops_it(alone, tmp_path, capsys):
     def stop_all():  # Ctrl-C
         os.kill(os.getpid(), signal.SIGINT)
@@ -122,6 +123,7 @@ def test_each_seed_learns_what_it_learns_alone_whatever_stops_it(alone, tmp_path
     assert "seed=3: complete already" in said and "seed=4: after:" in said
 
 
+@pytest.mark.core
 def test_seeds_share_programs_the_warm_start_s_too_and_have_a_wandb_run_each(tmp_path, compiles):
     wandb = ("logger=wandb", "logger.wandb=offline", "train.steps=1", "eval.greedy=false")
     warm = ("warmstart=chain", "warmstart.steps=2", "warmstart.batch=4")
