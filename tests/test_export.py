@@ -19,6 +19,8 @@ from grpo_jax.types import TrainState
 from tests.fixtures import assert_trees_equal
 from tests.test_trainer import make
 
+pytestmark = pytest.mark.core
+
 SCRIPT = Path(__file__).parent.parent / "scripts" / "export_hf.py"
 _spec = importlib.util.spec_from_file_location("export_script", SCRIPT)
 script = importlib.util.module_from_spec(_spec)

@@ -28,6 +28,8 @@ from tests.conftest import BACKEND_COMPILE
 from tests.fixtures import assert_trees_equal, bigram, make_batch, make_state, snapshot, table
 from tests.test_trainer import launch, make, programs, rows  # noqa: F401
 
+pytestmark = pytest.mark.core
+
 LORA = ("lora=all_linear", "lora.rank=2", "lora.targets=[q,v,down]")
 RUN = (
     *LORA,

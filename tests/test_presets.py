@@ -217,6 +217,7 @@ def gradients():
     return {preset: gradient(preset) for preset in PRESETS}
 
 
+@pytest.mark.core
 def test_no_two_presets_have_the_same_gradient(gradients):
     for preset, gradient in gradients.items():
         assert np.isfinite(gradient).all() and np.abs(gradient).max() > 1e-4, preset

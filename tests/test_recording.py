@@ -21,6 +21,8 @@ from grpo_jax.variants import recorded_run
 from tests.fixtures import assert_trees_equal
 from tests.test_trainer import Killed, launch, programs, rows  # noqa: F401
 
+pytestmark = pytest.mark.core
+
 SCRIPT = Path(__file__).parent.parent / "scripts" / "replay.py"
 _spec = importlib.util.spec_from_file_location("replay_script", SCRIPT)
 script = importlib.util.module_from_spec(_spec)

@@ -9,6 +9,8 @@ from grpo_jax.logging import RunLogger
 from tests.fixtures import assert_trees_equal
 from tests.test_trainer import Killed, launch, programs, rows  # noqa: F401
 
+pytestmark = pytest.mark.core
+
 MOVING = (
     "algorithm=grpo",
     "kl.refresh_every=2",
