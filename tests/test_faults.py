@@ -77,10 +77,10 @@ def cut_text(step):
             os.truncate(path, 5)
 
 
+pytestmark = pytest.mark.core
 SLOW = pytest.mark.slow  # pytest -m slow -n 0 tests/test_faults.py
 
 
-@pytest.mark.core
 @pytest.mark.parametrize(
     "damage", [empty, truncate, *(pytest.param(f, marks=SLOW) for f in (forget, cut_text))]
 )
@@ -97,7 +97,6 @@ def test_a_damaged_checkpoint_is_stepped_over_with_a_warning(half, whole, capsys
     assert names == ["1", "2", "3", "4", "unreadable-3"]
 
 
-@pytest.mark.core
 def test_without_any_that_can_be_read_it_does_not_begin_anew(half):
     for step in (half / "checkpoints").iterdir():
         empty(step)
@@ -112,7 +111,6 @@ def test_without_any_that_can_be_read_it_does_not_begin_anew(half):
     }
 
 
-@pytest.mark.core
 def test_an_explicitly_asked_damaged_step_is_an_error_and_the_newest_falls_back(half, capsys):
     empty(half / "checkpoints" / "3")
     run = make(half, *RUN)
@@ -176,12 +174,10 @@ class Full:
         raise self.error
 
 
-@pytest.mark.core
 def test_an_error_that_can_not_be_written_down_hides_no_other(tmp_path):
     write_failed(tmp_path / "file" / "nowhere", RuntimeError("the real one"))  # and nothing raised
 
 
-@pytest.mark.core
 def test_a_folder_that_can_not_be_written_is_said_before_anything_is_loaded(tmp_path, monkeypatch):
     monkeypatch.setattr(trainer, "assemble", None)
     (tmp_path / "file").write_text("")
@@ -195,7 +191,6 @@ def test_a_folder_that_can_not_be_written_is_said_before_anything_is_loaded(tmp_
 # ---------------------------------------------------------------------- numbers that are not finite
 
 
-@pytest.mark.core
 def test_a_state_that_is_not_finite_is_never_saved(half, whole, monkeypatch):
     update = trainer._update
 
@@ -213,7 +208,6 @@ def test_a_state_that_is_not_finite_is_never_saved(half, whole, monkeypatch):
     assert_whole(half, launch(half, *RUN), whole)
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("overrides", [(), ("lora=all_linear", "lora.rank=2")])
 def test_parameters_that_are_not_finite_are_refused_before_the_first_step(
     tmp_path, monkeypatch, overrides
@@ -280,7 +274,6 @@ def test_workers_that_die_and_hang_cost_their_rows_and_not_the_run(tmp_path, cap
     assert "the reward 'correct' failed on 2 of 8 answers of step 1" in capsys.readouterr().out
 
 
-@pytest.mark.core
 def test_a_worker_that_is_told_to_end_costs_nothing(tmp_path):
     """As when a cluster tells every process of a job, and the step at hand is finished."""
     workers = Workers(Limits(workers=1))
@@ -304,7 +297,6 @@ with hold(Path(sys.argv[1])):
 """
 
 
-@pytest.mark.core
 def test_a_second_process_is_refused_until_the_first_is_gone(half, whole):
     command = [sys.executable, "-c", HOLDER, str(half)]
     first = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
@@ -322,7 +314,6 @@ def test_a_second_process_is_refused_until_the_first_is_gone(half, whole):
         pass  # another thread of this process
 
 
-@pytest.mark.core
 def test_a_refused_command_leaves_the_other_runs_folder_as_it_was(half):
     (half / ".hydra").mkdir()
     (half / ".hydra" / "config.yaml").write_text("as: it was\n")
@@ -340,7 +331,6 @@ def test_a_refused_command_leaves_the_other_runs_folder_as_it_was(half):
         assert contents(half) == before
 
 
-@pytest.mark.core
 @pytest.mark.parametrize(
     ("override", "named"),
     [
