@@ -160,6 +160,7 @@ def test_the_script_ends_on_one_screen(tmp_path, monkeypatch, capsys):
     assert end.value.code == 2 and len(text.splitlines()) == 2
     assert "unknown set 'gsm9k'" in text and "batch_rows=0" in text
     assert "gsm9k" in json.loads((tmp_path / "out" / "FAILED.json").read_text())["error"]
+    assert "sets=[gsm9k]" in (tmp_path / "out" / ".hydra" / "overrides.yaml").read_text()
 
 
 # ------------------------------------------------------------------------------ what is answered
