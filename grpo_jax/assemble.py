@@ -53,6 +53,7 @@ class ModelSettings:
     attention: str  # of whole sequences, by name (`attention_kernels.choose`)
     attention_block: int  # query slots whose scores exist at one time, with attention=xla
     unroll_layers: int  # in the sampler, at most; more are looped over
+    turn_weights: bool | str  # the sampler's copies, to [out, in]; "auto": where that is quicker
     chat_arguments: dict[str, Any]  # of the tokenizer's chat template
 
 
@@ -175,7 +176,7 @@ def assemble(run: Run, jit: Callable = jax.jit) -> Work:
     probe = None
     if run.eval.forced_prefix is not None:
         probe = make_sampler(slots + len(words.encode(run.eval.forced_prefix)))
-    fixed, moving = _references(run, base, trainable)
+    group, (fixed, moving) = run.rollout.group_size, _references(run, base, trainable)
     return Work(
         task=task,
         sampler=sampler,
@@ -187,9 +188,7 @@ def assemble(run: Run, jit: Callable = jax.jit) -> Work:
             **common,
         ),
         evaluator=Evaluator(settings=run.eval, rollout=run.rollout, probe_sampler=probe, **common),
-        update=make_update(
-            run.algorithm, learner, optimizer, policy, run.rollout.group_size, jit, place
-        ),
+        update=make_update(run.algorithm, learner, optimizer, policy, group, jit, place),
         base=base,
         reference=fixed,
         schedule=schedule,
@@ -239,9 +238,8 @@ def restore_policy(run: Run, step: int | None = None) -> tuple[int, llama.Model,
     """
     step, trainable, meta = checkpoint.load_params(run.folder / "checkpoints", step)
     model = _build(run, checkpoint.shape_of(meta["shape"]))
-    if not run.lora.active:
-        return step, model, trainable
-    return step, model, whole(load_base(run, meta["base"]), trainable)
+    base = load_base(run, meta["base"]) if run.lora.active else None
+    return step, model, whole(base, trainable)
 
 
 def load_base(run: Run, mark: str | None) -> Params:
@@ -306,6 +304,7 @@ def build_model(
         lora_scale=lora_scale,
         attention=attention_kernels.choose(settings.attention, settings.attention_block),
         unroll_layers=settings.unroll_layers,
+        turn_weights=settings.turn_weights,
         gather=gather,
     )
 

@@ -74,6 +74,7 @@ MODES = {
     "model.base_dtype": ("float32", "bfloat16"),
     "model.attention": NAMES,
     "model.remat": (False, True, "dots"),
+    "model.turn_weights": ("auto", False, True),
     "engine.kind": ("jax", "vllm"),
 }
 AXIS_MODES = {

@@ -16,6 +16,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from grpo_jax import refill
 from grpo_jax.kernels import sampling
+from grpo_jax.kernels.matmul import matmul
 from grpo_jax.models.llama import Model
 from grpo_jax.refill import Job, anywhere
 from grpo_jax.sharding import ONE_DEVICE, Placement
@@ -196,9 +197,7 @@ def generate(
 
 def _draw(sampling_params, head, key, hidden, row_ids, t):
     """Token t (one number, or one each) of rows with that last hidden state, and its log-prob."""
-    logits = jnp.einsum(
-        "bd,vd->bv", hidden, head.astype(hidden.dtype), preferred_element_type=jnp.float32
-    )
+    logits = matmul(hidden, head, True)
     if sampling_params.temperature == 0:
         return sampling.greedy(logits)
     return sampling.sample(

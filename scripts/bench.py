@@ -99,7 +99,7 @@ def options_parser() -> argparse.ArgumentParser:
         default="none",
         help="compute layers again going back; dots: but for their products",
     )
-    how.add_argument("--plain", action="store_true", help="a prompt once a row, not once a group")
+    how.add_argument("--plain", action="store_true", help="prompts once a row, weights as they lie")
     how.add_argument(
         "--attention", type=_among(ATTENTIONS), default=["xla"], help=",".join(ATTENTIONS)
     )
@@ -155,6 +155,7 @@ def cases(options: argparse.Namespace) -> list[tuple[Shape, Settings]]:
             vocab_chunk=options.vocab_chunk,
             remat=REMAT[options.remat],
             share_prompts=not options.plain,
+            turn_weights=False if options.plain else "auto",
             beta=options.beta,
             attention=attention,
             attention_block=options.attention_block,

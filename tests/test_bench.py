@@ -136,6 +136,7 @@ def test_a_device_gets_both_sizes_and_dtypes():
     options = bench.options_parser().parse_args(["--plain", "--remat", "--micro-rows", "4"])
     ((shape, settings),) = bench.cases(options)
     assert shape == TINY and not settings.share_prompts and settings.remat is True
+    assert settings.turn_weights is False
     assert settings.micro_rows == 4 and settings.dtype == "float32"
 
 

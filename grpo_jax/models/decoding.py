@@ -4,11 +4,14 @@ A prompt's keys and values exist once and are read by all of its rows. An answer
 place, one column a step, into arrays that the decode loop carries.
 """
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from grpo_jax.models.attention import MASKED
+from grpo_jax.models.linear import Turned
 from grpo_jax.models.rope import angles
 from grpo_jax.types import Params
 
@@ -44,15 +47,34 @@ def by_layer(unrolled: bool, stacked):
     return tuple(jax.tree.map(lambda a, i=i: a[i], stacked) for i in range(layers))
 
 
-def unstack(unrolled: bool, dtype, params: Params) -> Params:
-    """As the loop reads them: converted once, and taken apart where it is unrolled."""
+SUMMED = {"qkv": 1, "out": 3, "gate_up": 1, "down": 1}  # axes of these weights that a product sums
+_SMALL = 512  # of a model's width; below it a matrix stays in the caches, however it lies
+
+
+def turning_pays(config, dtype) -> bool:
+    """Whether weights that are turned are read quicker, as measured: docs/performance.md."""
+    return jax.default_backend() == "cpu" and dtype == jnp.bfloat16 and config.hidden_size >= _SMALL
+
+
+def unstack(unrolled: bool, turned: bool, dtype, params: Params) -> Params:
+    """As the loop reads them: converted once, taken apart where it is unrolled, and laid out
+    anew where `turned`."""
 
     def converted(path, leaf):
         exact = path[-1].key in ("scale", "qkv_bias")  # added or multiplied in float32
         return leaf if exact else leaf.astype(dtype)
 
+    def turn(path, leaf):
+        axes = SUMMED.get(path[-1].key)
+        if axes is None:
+            return leaf
+        of = partial(Turned.of, axes=axes)
+        return of(leaf) if unrolled else jax.vmap(of)(leaf)
+
     layers = jax.tree_util.tree_map_with_path(converted, params["layers"])
-    return params | {"layers": by_layer(unrolled, layers)}
+    layers = by_layer(unrolled, layers)
+    layers = jax.tree_util.tree_map_with_path(turn, layers) if turned else layers
+    return params | {"layers": layers}
 
 
 def select(unrolled: bool, prompt_cache, prompts):
@@ -90,7 +112,7 @@ def decode(
     prompt_bias = jnp.where(prompt_mask, 0.0, MASKED)[:, None, None]
     bias = jnp.where(visible, 0.0, MASKED)[:, None, None]
     places = [(0, 0, 0, column), (0, 0, column, 0)]  # of a new key and a new value in the cache
-    x = params["embed"]["embedding"].astype(dtype)[token]
+    x = params["embed"]["embedding"][token].astype(dtype)
 
     def layer(x, weights, prompt_kv, write):
         def attend(q, k, v):

@@ -1,6 +1,8 @@
-"""Products of activations with a weight of any shape."""
+"""Products of activations with a weight of any shape, and a second layout for weights."""
 
 import math
+from dataclasses import dataclass
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -12,18 +14,39 @@ from grpo_jax.kernels.matmul import matmul, outer
 PRODUCT = "product"  # what `remat="dots"` keeps, by this name
 
 
-def dot(x: Float[Array, "..."], w: Float[Array, "..."], axes: int) -> Float[Array, "..."]:
+@partial(jax.tree_util.register_dataclass, data_fields=["rows"], meta_fields=["outside"])
+@dataclass(frozen=True)
+class Turned:
+    """A weight [*in, *out] that lies as [out, in], for a CPU that reads it once a token.
+
+    `rows` may have further axes in front, of layers. `outside`: *out. Takes no gradient.
+    """
+
+    rows: Float[Array, "*layers O I"]
+    outside: tuple[int, ...]
+
+    @classmethod
+    def of(cls, w: Float[Array, "..."], axes: int) -> "Turned":
+        """A copy of w [*in, *out], whose first `axes` are *in."""
+        return cls(w.reshape(math.prod(w.shape[:axes]), -1).T, w.shape[axes:])
+
+
+def dot(x: Float[Array, "..."], w: Float[Array, "..."] | Turned, axes: int) -> Float[Array, "..."]:
     """x [*b, *in] @ w [*in, *out] over the last `axes` of x -> float32 [*b, *out].
 
     The factors have x's dtype. The caller rounds: once, when all that it adds up is there.
     """
+    if isinstance(w, Turned):
+        batch = x.shape[: x.ndim - axes]
+        y = matmul(x.reshape(-1, w.rows.shape[1]), w.rows, True)
+        return y.reshape(*batch, *w.outside)
     batch, size = x.shape[: x.ndim - axes], math.prod(w.shape[:axes])
     y = matmul(x.reshape(-1, size), w.reshape(size, -1))
     return checkpoint_name(y.reshape(*batch, *w.shape[axes:]), PRODUCT)
 
 
 @jax.custom_vjp
-def gated(x: Float[Array, "*b D"], w: Float[Array, "D 2 F"]) -> Float[Array, "*b F"]:
+def gated(x: Float[Array, "*b D"], w: Float[Array, "D 2 F"] | Turned) -> Float[Array, "*b F"]:
     """silu(x @ w[:, 0]) * (x @ w[:, 1]), in x's dtype: one product forward, and backward its two
     halves apart, since laying their gradients side by side costs a CPU more than the products."""
     return _gated_forward(x, w)[0]

@@ -77,16 +77,21 @@ def build(
     lora_scale: float = 1.0,
     attention: Attention | None = None,
     unroll_layers: int = 64,
+    turn_weights: bool | str = "auto",
     gather: Callable[[Params], Params] | None = None,
 ) -> Model:
     """The model's functions. `dtype`: of the matmuls; `remat`: recompute layers in the backward,
     True or "dots" (keep the products with weights, but for gate and up); `lora_scale`: of the
     adapters, where the parameters have some; `attention`: over whole sequences (None:
     `attention.blockwise()`); `unroll_layers`: decode loops over the layers where there are more;
-    `gather`: makes parameters whole that are spread over devices (sharding.py), a layer at a time,
-    in `hidden`, `answers` and `head` (None: they are)."""
+    `turn_weights`: decode has its weights as [out, in] ("auto": where that is quicker); `gather`:
+    makes parameters whole that are spread over devices (sharding.py), a layer at a time, in
+    `hidden`, `answers` and `head` (None: they are)."""
     attention, unrolled = attention or blockwise(), config.num_layers <= unroll_layers
     compute, block = jnp.dtype(dtype), partial(_block, config, lora_scale)
+    turned = (
+        decoding.turning_pays(config, compute) if turn_weights == "auto" else bool(turn_weights)
+    )
     gather = gather or _as_they_are
     whole = partial(_gathered, config, lora_scale, gather)
     sequences = config, whole, gather, attention, compute, remat
@@ -96,7 +101,7 @@ def build(
         hidden=partial(_hidden, *sequences),
         answers=partial(_answers, *sequences),
         prefill=partial(_prefill, config, block, attention, compute, unrolled),
-        unstack=partial(decoding.unstack, unrolled, compute),
+        unstack=partial(decoding.unstack, unrolled, turned, compute),
         decode=partial(
             decoding.decode, config, block, partial(_final_norm, config), compute, unrolled
         ),
@@ -143,7 +148,7 @@ class Attention(nnx.Module):
 
     def project(self, x, cos, sin):
         """x [*b, D] -> q [*b, K, R, h] (rotated, scaled), k and v [*b, K, h] (k rotated)."""
-        y = dot(x, self.qkv[...], 1)
+        y = dot(x, self.qkv.get_value(), 1)
         if self.qkv_bias is not None:
             y = y + self.qkv_bias[...]
         y = y if self.lora else y.astype(x.dtype)  # the product's own output, where it is whole
@@ -157,7 +162,7 @@ class Attention(nnx.Module):
         return q.astype(x.dtype), rotate(k, cos[..., None, :], sin[..., None, :]), v
 
     def merge(self, heads: Float[Array, "*b K R h"]) -> Float[Array, "*b D"]:
-        y = dot(heads, self.out[...], 3)
+        y = dot(heads, self.out.get_value(), 3)
         return lora.adapted(self.lora, "o", heads, y).astype(heads.dtype)
 
 
@@ -170,13 +175,15 @@ class MLP(nnx.Module):
 
     def __call__(self, x: Float[Array, "*b D"]) -> Float[Array, "*b D"]:
         if not self.lora:
-            inner = gated(x, self.gate_up[...])
+            inner = gated(x, self.gate_up.get_value())
         else:
-            y = jnp.split(dot(x, self.gate_up[...], 1), 2, -2)
+            y = jnp.split(dot(x, self.gate_up.get_value(), 1), 2, -2)
             parts = {"gate": y[0].squeeze(-2), "up": y[1].squeeze(-2)}
             gate, up = (lora.adapted(self.lora, t, x, y).astype(x.dtype) for t, y in parts.items())
             inner = jax.nn.silu(gate) * up
-        return lora.adapted(self.lora, "down", inner, dot(inner, self.down[...], 1)).astype(x.dtype)
+        return lora.adapted(self.lora, "down", inner, dot(inner, self.down.get_value(), 1)).astype(
+            x.dtype
+        )
 
 
 class Block(nnx.Module):

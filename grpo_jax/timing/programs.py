@@ -41,7 +41,7 @@ ADAMW = OptimSettings(
 class Settings:
     """How it is computed. `dtype`: of the matmuls; masters are float32 in any case. `beta`: of a
     KL in the loss, 0 for none. `attention` and its block as in `attention_kernels.choose`, `remat`
-    as in `llama.build`."""
+    and `turn_weights` as in `llama.build`."""
 
     dtype: str
     micro_rows: int
@@ -51,6 +51,7 @@ class Settings:
     beta: float
     attention: str = "xla"
     attention_block: int = 1024
+    turn_weights: bool | str = "auto"
 
 
 class Programs:
@@ -67,6 +68,7 @@ class Programs:
             dtype=settings.dtype,
             remat=settings.remat,
             attention=choose(settings.attention, settings.attention_block),
+            turn_weights=settings.turn_weights,
         )
         policy = PolicySettings(
             temperature=1.0,

@@ -15,8 +15,10 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from grpo_jax.generate import generate
 from grpo_jax.models import hf, llama, rope
 from grpo_jax.models.config import Llama3Scaling, LlamaConfig
+from grpo_jax.types import SamplingParams
 
 DATA = Path(__file__).parents[1] / "data" / "llama"
 KINDS = (
@@ -87,12 +89,17 @@ def decode_all(model, params, prompt, prompt_mask, completion):
 
 
 @pytest.mark.parametrize(
-    ("kind", "unrolled"),
-    [("tied", True), ("llama3", False), ("qwen2", False), ("qwen3", True)],
+    ("kind", "unrolled", "turned"),
+    [
+        ("tied", True, False),
+        ("llama3", False, True),
+        ("qwen2", False, False),
+        ("qwen3", True, True),
+    ],
 )
-def test_cached_decode_equals_the_full_forward(kind, unrolled):
+def test_cached_decode_equals_the_full_forward(kind, unrolled, turned):
     config, params = hf.load(DATA / kind)
-    model = llama.build(config, unroll_layers=8 if unrolled else 0)
+    model = llama.build(config, unroll_layers=8 if unrolled else 0, turn_weights=turned)
     rng = np.random.default_rng(0)
     S, T, group = 6, 5, 2
     prompt = jnp.asarray(rng.integers(0, 64, (3, S)))
@@ -104,6 +111,41 @@ def test_cached_decode_equals_the_full_forward(kind, unrolled):
     want = jax.jit(model.hidden)(params, tokens, mask)[:, S - 1 :]
     head = model.head(params)
     np.testing.assert_allclose(got @ head.T, want @ head.T, atol=1e-4, rtol=0)
+
+
+WIDE = LlamaConfig(64, 512, 2, 4, 2, 32, 768)
+
+
+def rolled_out(dtype, **options):
+    """The sampler's program, and what it gives for random parameters."""
+    model = llama.build(WIDE, dtype=dtype, **options)
+    program = partial(generate, model, sampling_params=SamplingParams(6), eos_ids=(64,))
+    prompts = jnp.arange(3, 11).reshape(2, 4), jnp.ones((2, 4), bool)
+    given = model.init(jax.random.key(0)), *prompts, jnp.arange(8), jax.random.key(1)
+    compiled = jax.jit(program).lower(*given).compile()
+    return compiled.as_text(), compiled(*given)
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [("float32", 1e-5), ("bfloat16", 0.05)])
+def test_turned_weights_sample_the_same(dtype, bound):
+    turned, plain = (rolled_out(dtype, turn_weights=turn)[1] for turn in (True, False))
+    np.testing.assert_array_equal(turned[0], plain[0])
+    np.testing.assert_allclose(turned[1], plain[1], atol=bound)
+
+
+def test_weights_are_turned_in_bfloat16_on_a_cpu():
+    """What the loop reads lies [out, in] (gate and up: 1536 x 512), and has no float32 copy."""
+    texts = {
+        how: rolled_out(dtype, turn_weights=turn)[0]
+        for how, dtype, turn in (
+            ("auto", "bfloat16", "auto"),
+            ("plain", "bfloat16", False),
+            ("exact", "float32", "auto"),
+        )
+    }
+    assert "bf16[1536,512]" in texts["auto"] and "f32[1536,512]" not in texts["auto"]
+    assert "bf16[1536,512]" not in texts["plain"]
+    assert "[1536,512]" not in texts["exact"]
 
 
 @pytest.mark.parametrize("remat", [True, "dots"])

@@ -95,7 +95,8 @@ def test_adapters_equal_merged_weights(base, adapters):
 
 @pytest.mark.parametrize("unrolled", [True, False])
 def test_prefill_and_decode_apply_them_too(base, adapters, unrolled):
-    model = llama.build(CONFIG, lora_scale=ALL.scale, unroll_layers=8 if unrolled else 0)
+    options = {"unroll_layers": 8 if unrolled else 0, "turn_weights": unrolled}
+    model = llama.build(CONFIG, lora_scale=ALL.scale, **options)
     joined = lora.join(base, adapters)
     # the last two tokens of TOKENS are taken as the completion
     states = decode_all(model, joined, TOKENS[:, :3], MASK[:, :3], TOKENS[:, 3:])
