@@ -287,16 +287,14 @@ def load_tokenizer(settings: ModelSettings) -> Tokenizer:
 
 
 def _build(run: Run, shape: LlamaConfig, place: Placement = ONE_DEVICE) -> llama.Model:
-    return build_model(run.model, shape, run.lora.scale, place.gather)
+    return build_model(run.model, shape, run.lora.scale, gather=place.gather)
 
 
 def build_model(
-    settings: ModelSettings,
-    shape: LlamaConfig,
-    lora_scale: float = 1.0,
-    gather: Callable[[Params], Params] | None = None,
+    settings: ModelSettings, shape: LlamaConfig, lora_scale: float = 1.0, **where: Any
 ) -> llama.Model:
-    """The functions of a model of that shape, as the settings say they compute."""
+    """The functions of a model of that shape, as the settings say they compute. `where`: `gather`
+    and `backend` of `llama.build`."""
     return llama.build(
         shape,
         dtype=settings.dtype,
@@ -305,7 +303,7 @@ def build_model(
         attention=attention_kernels.choose(settings.attention, settings.attention_block),
         unroll_layers=settings.unroll_layers,
         turn_weights=settings.turn_weights,
-        gather=gather,
+        **where,
     )
 
 

@@ -12,7 +12,7 @@ from jax import lax
 
 from grpo_jax.models.attention import MASKED
 from grpo_jax.models.linear import Turned
-from grpo_jax.models.rope import angles
+from grpo_jax.models.rope import rotation
 from grpo_jax.types import Params
 
 
@@ -21,22 +21,29 @@ def _attend(prompt_kv, prompt_bias, kv, bias, q):
 
     prompt_kv: two [P,K,S,h]; prompt_bias [P,1,1,S]; kv: [B,K,h,T] and [B,K,T,h]; bias [#B,1,1,T];
     q [B,K,R,h]. Own keys lie channel-first: a query that meets T of them is twice as fast on a CPU.
+    One softmax over both, in two parts: side by side they would be copied and slower to add up.
     """
     (pk, pv), (k, v) = prompt_kv, kv
-    P, K, S, h = pk.shape
+    P, K, *_ = pk.shape
     B, _, R, _ = q.shape
     G = B // P
-    grouped = q.reshape(P, G, K, R, h).transpose(0, 2, 1, 3, 4).reshape(P, K, G * R, h)
-    first = jnp.einsum("pkmh,pksh->pkms", grouped, pk, preferred_element_type=jnp.float32)
-    first = (first + prompt_bias).reshape(P, K, G, R, S).transpose(0, 2, 1, 3, 4)
-    second = jnp.einsum("bkrh,bkhs->bkrs", q, k, preferred_element_type=jnp.float32) + bias
-    score = jnp.concatenate([first.reshape(B, K, R, S), second], -1)
-    weight = jax.nn.softmax(score, -1).astype(q.dtype)
-    wp = weight[..., :S].reshape(P, G, K, R, S).transpose(0, 2, 1, 3, 4).reshape(P, K, G * R, S)
-    y = jnp.einsum("pkms,pksh->pkmh", wp, pv, preferred_element_type=jnp.float32)
-    y = y.reshape(P, K, G, R, h).transpose(0, 2, 1, 3, 4).reshape(B, K, R, h)
-    own = jnp.einsum("bkrs,bksh->bkrh", weight[..., S:], v, preferred_element_type=jnp.float32)
-    return (y + own).astype(q.dtype)
+
+    def by_prompt(a):
+        """[B,K,R,n] -> [P,K,G*R,n], the queries that meet the same keys."""
+        return a.reshape(P, G, K, R, -1).transpose(0, 2, 1, 3, 4).reshape(P, K, G * R, -1)
+
+    def by_row(a):
+        return a.reshape(P, K, G, R, -1).transpose(0, 2, 1, 3, 4).reshape(B, K, R, -1)
+
+    product = partial(jnp.einsum, preferred_element_type=jnp.float32)
+    first = product("pkmh,pksh->pkms", by_prompt(q), pk) + prompt_bias
+    second = product("bkrh,bkhs->bkrs", q.astype(k.dtype), k) + bias
+    top = jnp.maximum(by_row(first.max(-1)), second.max(-1, keepdims=True))
+    first, second = jnp.exp(first - by_prompt(top)), jnp.exp(second - top)
+    total = by_row(first.sum(-1)) + second.sum(-1, keepdims=True)
+    y = by_row(product("pkms,pksh->pkmh", first.astype(q.dtype), pv))
+    y = y + product("bkrs,bksh->bkrh", second.astype(q.dtype).astype(v.dtype), v)
+    return (y / total).astype(q.dtype)
 
 
 def by_layer(unrolled: bool, stacked):
@@ -48,12 +55,7 @@ def by_layer(unrolled: bool, stacked):
 
 
 SUMMED = {"qkv": 1, "out": 3, "gate_up": 1, "down": 1}  # axes of these weights that a product sums
-_SMALL = 512  # of a model's width; below it a matrix stays in the caches, however it lies
-
-
-def turning_pays(config, dtype) -> bool:
-    """Whether weights that are turned are read quicker, as measured: docs/performance.md."""
-    return jax.default_backend() == "cpu" and dtype == jnp.bfloat16 and config.hidden_size >= _SMALL
+TURNED_FROM = 512  # of a model's width, on a CPU; smaller matrices stay in its caches anyway
 
 
 def unstack(unrolled: bool, turned: bool, dtype, params: Params) -> Params:
@@ -84,12 +86,20 @@ def select(unrolled: bool, prompt_cache, prompts):
 
 
 def empty_cache(config, unrolled: bool, dtype, rows: int, slots: int):
-    """Keys and values of the completions: one pair a layer when unrolled, else one stacked pair."""
+    """Keys and values of the completions: one pair a layer when unrolled, else one stacked pair.
+
+    `dtype` holds those of the compute dtype. On a CPU it is float32: XLA writes into a bfloat16
+    array by converting all of it, there and back (ten times slower, more so the longer it is).
+    """
     L, head = config.num_layers, (rows, config.num_kv_heads)
     keys, values = (*head, config.head_dim, slots), (*head, slots, config.head_dim)
     if unrolled:
         return tuple((jnp.zeros(keys, dtype), jnp.zeros(values, dtype)) for _ in range(L))
     return jnp.zeros((L, *keys), dtype), jnp.zeros((L, *values), dtype)
+
+
+def _written(kept, new, place):
+    return lax.dynamic_update_slice(kept, new.astype(kept.dtype), place)
 
 
 def decode(
@@ -98,6 +108,7 @@ def decode(
     norm,
     dtype,
     unrolled,
+    few,
     params,
     token,
     position,
@@ -107,8 +118,9 @@ def decode(
     column,
     visible,
 ):
-    """`Model.decode`; `block` makes a layer of its weights, `norm` is the last one."""
-    cos, sin = angles(config, position)
+    """`Model.decode`; `block` makes a layer of its weights, `norm` is the last one, `few` is that
+    of `rope.rotation`."""
+    turn = rotation(config, position, few=few)
     prompt_bias = jnp.where(prompt_mask, 0.0, MASKED)[:, None, None]
     bias = jnp.where(visible, 0.0, MASKED)[:, None, None]
     places = [(0, 0, 0, column), (0, 0, column, 0)]  # of a new key and a new value in the cache
@@ -119,14 +131,14 @@ def decode(
             kv, kept = write((k[..., None], v[:, :, None]))
             return _attend(prompt_kv, prompt_bias, kv, bias, q), kept
 
-        return block(weights)(x, cos, sin, attend)
+        return block(weights)(x, turn, attend)
 
     if unrolled:
         new = []
         for weights, prompt_kv, pair in zip(params["layers"], prompt_cache, cache, strict=True):
 
             def write(new, pair=pair):
-                kv = tuple(map(lax.dynamic_update_slice, pair, new, places))
+                kv = tuple(map(_written, pair, new, places))
                 return kv, kv
 
             x, kv = layer(x, weights, prompt_kv, write)
@@ -143,7 +155,7 @@ def decode(
         def write(new):
             new = jax.tree.map(lambda a: a[None], new)
             at_layer = [(index, *place) for place in places]
-            kept = tuple(map(lax.dynamic_update_slice, cache, new, at_layer))
+            kept = tuple(map(_written, cache, new, at_layer))
             return at(kept, index), kept
 
         return layer(x, at(params["layers"], index), at(prompt_cache, index), write)

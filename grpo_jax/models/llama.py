@@ -30,7 +30,7 @@ from grpo_jax.models import decoding, lora
 from grpo_jax.models.attention import Attention, blockwise
 from grpo_jax.models.config import LlamaConfig
 from grpo_jax.models.linear import PRODUCT, dot, gated
-from grpo_jax.models.rope import angles, positions, rotate
+from grpo_jax.models.rope import positions, rotation
 from grpo_jax.types import Params
 
 KEPT = jax.checkpoint_policies.save_only_these_names(PRODUCT)  # by `remat="dots"`
@@ -79,6 +79,7 @@ def build(
     unroll_layers: int = 64,
     turn_weights: bool | str = "auto",
     gather: Callable[[Params], Params] | None = None,
+    backend: str | None = None,
 ) -> Model:
     """The model's functions. `dtype`: of the matmuls; `remat`: recompute layers in the backward,
     True or "dots" (keep the products with weights, but for gate and up); `lora_scale`: of the
@@ -86,12 +87,13 @@ def build(
     `attention.blockwise()`); `unroll_layers`: decode loops over the layers where there are more;
     `turn_weights`: decode has its weights as [out, in] ("auto": where that is quicker); `gather`:
     makes parameters whole that are spread over devices (sharding.py), a layer at a time, in
-    `hidden`, `answers` and `head` (None: they are)."""
+    `hidden`, `answers` and `head` (None: they are); `backend`: what decode is laid out for, if not
+    jax's own (a CPU wants other layouts)."""
     attention, unrolled = attention or blockwise(), config.num_layers <= unroll_layers
     compute, block = jnp.dtype(dtype), partial(_block, config, lora_scale)
-    turned = (
-        decoding.turning_pays(config, compute) if turn_weights == "auto" else bool(turn_weights)
-    )
+    cpu = (backend or jax.default_backend()) == "cpu"
+    wide = cpu and config.hidden_size >= decoding.TURNED_FROM
+    turned = wide if turn_weights == "auto" else bool(turn_weights)
     gather = gather or _as_they_are
     whole = partial(_gathered, config, lora_scale, gather)
     sequences = config, whole, gather, attention, compute, remat
@@ -103,10 +105,12 @@ def build(
         prefill=partial(_prefill, config, block, attention, compute, unrolled),
         unstack=partial(decoding.unstack, unrolled, turned, compute),
         decode=partial(
-            decoding.decode, config, block, partial(_final_norm, config), compute, unrolled
+            decoding.decode, config, block, partial(_final_norm, config), compute, unrolled, cpu
         ),
         select=partial(decoding.select, unrolled),
-        empty_cache=partial(decoding.empty_cache, config, unrolled, compute),
+        empty_cache=partial(
+            decoding.empty_cache, config, unrolled, jnp.float32 if cpu else compute
+        ),
         head=partial(_head, config, gather),
     )
 
@@ -146,7 +150,7 @@ class Attention(nnx.Module):
         self.k_norm = RMSNorm(h, c.rms_norm_eps) if c.qk_norm else None
         self.lora = lora.declare(c, "attention", ranks, scale, rngs)
 
-    def project(self, x, cos, sin):
+    def project(self, x, turn):
         """x [*b, D] -> q [*b, K, R, h] (rotated, scaled), k and v [*b, K, h] (k rotated)."""
         y = dot(x, self.qkv.get_value(), 1)
         if self.qkv_bias is not None:
@@ -158,8 +162,7 @@ class Attention(nnx.Module):
         q, k, v = (lora.adapted(self.lora, t, x, y).astype(x.dtype) for t, y in parts.items())
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        q = rotate(q, cos[..., None, None, :], sin[..., None, None, :]) * q.shape[-1] ** -0.5
-        return q.astype(x.dtype), rotate(k, cos[..., None, :], sin[..., None, :]), v
+        return (turn(q) * q.shape[-1] ** -0.5).astype(x.dtype), turn(k), v
 
     def merge(self, heads: Float[Array, "*b K R h"]) -> Float[Array, "*b D"]:
         y = dot(heads, self.out.get_value(), 3)
@@ -198,9 +201,10 @@ class Block(nnx.Module):
         self.mlp_norm = RMSNorm(c.hidden_size, c.rms_norm_eps)
         self.mlp = MLP(c, rngs, ranks, scale)
 
-    def __call__(self, x, cos, sin, attend):
-        """attend(q, k, v) -> (heads [*b, K, R, h], extra); returns (x, extra)."""
-        heads, extra = attend(*self.attention.project(self.attention_norm(x), cos, sin))
+    def __call__(self, x, turn, attend):
+        """turn: `rope.rotation` of the tokens; attend(q, k, v) -> (heads [*b, K, R, h], extra).
+        Returns (x, extra)."""
+        heads, extra = attend(*self.attention.project(self.attention_norm(x), turn))
         x = x + self.attention.merge(heads)
         return x + self.mlp(self.mlp_norm(x)), extra
 
@@ -258,15 +262,15 @@ def _final_norm(config: LlamaConfig, params: Params, x):
     return _module(declare, params["norm"])(x)
 
 
-def _run(block, remat, params, x, angle, attend):
+def _run(block, remat, params, x, turn, attend):
     """Every layer over x [*b, D], the embedded tokens -> (x, what `attend` keeps, stacked).
 
-    angle: (cos, sin) of each token's position. attend(q [*b,K,R,h], k, v [*b,K,h]) -> (heads
+    turn: `rope.rotation` of the tokens. attend(q [*b,K,R,h], k, v [*b,K,h]) -> (heads
     [*b,K,R,h], kept).
     """
 
     def layer(x, weights):
-        return block(weights)(x, *angle, attend)
+        return block(weights)(x, turn, attend)
 
     again = jax.checkpoint(layer, policy=KEPT if remat == "dots" else None)
     return lax.scan(again if remat else layer, x, params["layers"])
@@ -280,8 +284,8 @@ def _hidden(config, block, gather, attention, dtype, remat, params, tokens, mask
     def attend(q, k, v):
         return attention.rows(q, k, v, mask), None
 
-    angle = angles(config, positions(mask))
-    x, _ = _run(block, remat, params, _embed(dtype, gather, params, tokens), angle, attend)
+    turn = rotation(config, positions(mask))
+    x, _ = _run(block, remat, params, _embed(dtype, gather, params, tokens), turn, attend)
     return _final_norm(config, params, x)
 
 
@@ -313,7 +317,7 @@ def _answers(
         return flat(prompts, attention.answers(*then, *first[1:], prompt_mask)), None
 
     x = _embed(dtype, gather, params, flat(prompt, completion))
-    x, _ = _run(block, remat, params, x, angles(config, flat(*place)), attend)
+    x, _ = _run(block, remat, params, x, rotation(config, flat(*place)), attend)
     first, then = parts(x)
     start = first[:, -1:].repeat(B // P, 0)  # what the first tokens are drawn from
     return _final_norm(config, params, jnp.concatenate([start, then[:, :-1]], 1))
@@ -323,7 +327,7 @@ def _prefill(config, block, attention, dtype, unrolled, params, tokens, mask):
     def attend(q, k, v):
         return attention.rows(q, k, v, mask), (k.swapaxes(1, 2), v.swapaxes(1, 2))  # [P, K, S, h]
 
-    angle = angles(config, positions(mask))
+    turn = rotation(config, positions(mask))
     x = _embed(dtype, _as_they_are, params, tokens)
-    x, cache = _run(block, False, params, x, angle, attend)
+    x, cache = _run(block, False, params, x, turn, attend)
     return _final_norm(config, params, x[:, -1]), decoding.by_layer(unrolled, cache)

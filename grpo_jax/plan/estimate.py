@@ -73,7 +73,7 @@ class Programs:
 
     def _model(self, remat: bool | str) -> llama.Model:
         settings = replace(self.run.model, remat=remat)
-        return build_model(settings, shape_of(self.run), self.run.lora.scale)
+        return build_model(settings, shape_of(self.run), self.run.lora.scale, backend="gpu")
 
     @cached_property
     def base(self) -> Any:

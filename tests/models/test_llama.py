@@ -6,6 +6,7 @@ The reference numbers are the output of tests/data/make_llama_reference.py.
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from safetensors.numpy import load_file
 from grpo_jax.generate import generate
 from grpo_jax.models import hf, llama, rope
 from grpo_jax.models.config import Llama3Scaling, LlamaConfig
+from grpo_jax.models.linear import Turned
 from grpo_jax.types import SamplingParams
 
 DATA = Path(__file__).parents[1] / "data" / "llama"
@@ -133,19 +135,40 @@ def test_turned_weights_sample_the_same(dtype, bound):
     np.testing.assert_allclose(turned[1], plain[1], atol=bound)
 
 
-def test_weights_are_turned_in_bfloat16_on_a_cpu():
+def test_wide_models_weights_are_turned_on_a_cpu():
     """What the loop reads lies [out, in] (gate and up: 1536 x 512), and has no float32 copy."""
-    texts = {
-        how: rolled_out(dtype, turn_weights=turn)[0]
-        for how, dtype, turn in (
-            ("auto", "bfloat16", "auto"),
-            ("plain", "bfloat16", False),
-            ("exact", "float32", "auto"),
+    turned, plain = (rolled_out("bfloat16", turn_weights=turn)[0] for turn in ("auto", False))
+    assert "bf16[1536,512]" in turned and "f32[1536,512]" not in turned
+    assert "[1536,512]" not in plain
+    small = replace(WIDE, hidden_size=256)
+    for config, backend, wanted in (
+        (WIDE, "cpu", True),
+        (small, "cpu", False),
+        (WIDE, "gpu", False),
+    ):
+        layers = jax.eval_shape(
+            llama.build(config, backend=backend).unstack,
+            jax.eval_shape(partial(llama.init, config), jax.random.key(0)),
         )
-    }
-    assert "bf16[1536,512]" in texts["auto"] and "f32[1536,512]" not in texts["auto"]
-    assert "bf16[1536,512]" not in texts["plain"]
-    assert "[1536,512]" not in texts["exact"]
+        assert isinstance(layers["layers"][0]["mlp"]["down"], Turned) == wanted
+
+
+def test_a_cpus_cache_is_float32_and_rounded_as_bfloat16():
+    """Its numbers are those that a bfloat16 cache would have."""
+    cpu, other = (llama.build(WIDE, dtype="bfloat16", backend=b) for b in ("cpu", "gpu"))
+    params = cpu.init(jax.random.key(0))
+    prompt, seen = jnp.array([[3, 4]]), jnp.ones((1, 2), bool)
+    _, shared = cpu.prefill(params, prompt, seen)
+    given = jnp.array([5, 6]), jnp.array([2, 2]), shared, seen
+    now = jnp.int32(0), jnp.arange(3)[None] < 1
+    (x, kept), (y, exact) = (
+        jax.jit(model.decode)(model.unstack(params), *given, model.empty_cache(2, 3), *now)
+        for model in (cpu, other)
+    )
+    for a, b in zip(jax.tree.leaves(kept), jax.tree.leaves(exact), strict=True):
+        assert (a.dtype, b.dtype) == (jnp.float32, jnp.bfloat16)
+        np.testing.assert_array_equal(a[..., :1, :1], jnp.float32(b)[..., :1, :1])
+    np.testing.assert_allclose(jnp.float32(x), jnp.float32(y), atol=0.05)
 
 
 @pytest.mark.parametrize("remat", [True, "dots"])
@@ -207,11 +230,22 @@ def test_llama3_scaling_of_the_inverse_frequencies():
     np.testing.assert_allclose(scaled[[14, 15, 31]], want, rtol=1e-6)
 
 
-def test_rope_pairs_channel_i_with_its_half():
+@pytest.mark.parametrize("rotate", [rope.rotate, rope.rotate_few])
+def test_rope_pairs_channel_i_with_its_half(rotate):
     # position 1, frequencies 1 and 0.01; pairing neighbours would give -1.14263966 first
     angle = jnp.array([1.0, 0.01])
-    got = rope.rotate(jnp.array([1.0, 2.0, 3.0, 4.0]), jnp.cos(angle), jnp.sin(angle))
+    got = rotate(jnp.array([1.0, 2.0, 3.0, 4.0]), jnp.cos(angle), jnp.sin(angle))
     np.testing.assert_allclose(got, [-1.98411065, 1.95990067, 2.4623779, 4.01979967], rtol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_both_ways_to_turn_a_vector_are_one(dtype):
+    x = jax.random.normal(jax.random.key(0), (5, 2, 3, 8), dtype)
+    position, config = jnp.array([0, 1, 7, 300, 2000]), rope_config(head_dim=8)
+    many, few = (rope.rotation(config, position, few=few)(x) for few in (False, True))
+    assert many.dtype == few.dtype == x.dtype
+    np.testing.assert_allclose(*(jnp.float32(y) for y in (few, many)), rtol=2**-7, atol=1e-6)
+    assert abs(jnp.float32(many - x)).max() > 1
 
 
 def test_positions_count_the_tokens_before():
