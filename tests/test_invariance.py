@@ -227,6 +227,7 @@ def main():
     print(json.dumps(result))
 
 
+@pytest.mark.core
 def test_rows_spread_over_devices_make_no_difference():
     flags = f"--xla_force_host_platform_device_count=8 {os.environ['XLA_FLAGS']}"
     done = subprocess.run(

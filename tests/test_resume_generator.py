@@ -19,6 +19,7 @@ def partitionable():
     jax.config.update("jax_threefry_partitionable", True)
 
 
+@pytest.mark.core
 def test_another_generator_is_refused(tmp_path, partitionable):
     launch(tmp_path / "run", "train.steps=1", *QUICK)
     before = contents(tmp_path / "run")

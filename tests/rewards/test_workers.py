@@ -178,6 +178,8 @@ def test_no_worker_outlives_its_parent_or_knows_its_script(tmp_path, end):
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        # a shell that runs the tests in its background has them ignore it, their children too
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     line = process.stdout.readline()
     modules, _, pid = line.rpartition(" ")
