@@ -6,6 +6,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+pytestmark = pytest.mark.core
+
 SCRIPT = Path(__file__).parent.parent / "scripts" / "train.py"
 SWEEP = "-m optim.lr=007,-1 model.path=a/b"
 SCREEN = 13  # lines, Hydra's own and the summary of a sweep included

@@ -14,6 +14,8 @@ from grpo_jax.config import load_algorithm
 from grpo_jax.models import tabular_bandit, tabular_chain
 from grpo_jax.types import Rollout
 
+pytestmark = pytest.mark.core
+
 EXPERIMENTS = Path(__file__).parents[1] / "experiments"
 
 

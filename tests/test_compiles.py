@@ -19,6 +19,8 @@ from tests.composed import run_of
 from tests.fixtures import bigram, make_batch, make_state
 from tests.test_trainer import SMALL
 
+pytestmark = pytest.mark.core
+
 ids = partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
 NUMBERS = (
     *("seed=7", "kl.coef=0.001", "clip.low=0.1", "clip.high=0.5", "train.steps=9"),

@@ -15,6 +15,8 @@ from grpo_jax import rollout
 from grpo_jax.config import load_algorithm
 from grpo_jax.models import tabular_length
 
+pytestmark = pytest.mark.core
+
 EXPERIMENTS = Path(__file__).parents[1] / "experiments"
 
 

@@ -29,6 +29,8 @@ from grpo_jax.types import TrainingError, TrainState
 from tests.composed import composed
 from tests.fixtures import bigram, characters, table
 
+pytestmark = pytest.mark.core
+
 SCRIPT = Path(__file__).parent.parent / "scripts" / "eval.py"
 SHAPE = {"vocab_size": 83, "hidden_size": 16, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1}
 SHAPE |= {"head_dim": 8, "intermediate_size": 16}

@@ -16,6 +16,8 @@ from grpo_jax.config import load_algorithm
 from grpo_jax.loss import policy_loss
 from grpo_jax.models import tabular_tree
 
+pytestmark = pytest.mark.core
+
 FOLDER = Path(__file__).parents[1] / "experiments"
 
 

@@ -30,6 +30,8 @@ from tests.fixtures import (
 )
 from tests.test_rollout import KEY, MIXED, NOW, REFERENCE, RIGHT, collector
 
+pytestmark = pytest.mark.core
+
 KEEP_ALL = Filter(filter.none, None, 1, "partial")
 MASK = Filter(filter.mixed, "correct", 1, "partial")  # dropped groups are masked, not replaced
 SEARCH = Filter(filter.mixed, "correct", 3, "partial", "keep")

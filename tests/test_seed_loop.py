@@ -19,6 +19,8 @@ from grpo_jax.tabular_loop import train
 from grpo_jax.types import Filter, Kl
 from tests.cases import make_algorithm
 
+pytestmark = pytest.mark.core
+
 FOLDER = Path(__file__).parents[1] / "experiments" / "seed_loop"
 _spec = importlib.util.spec_from_file_location("seed_loop_run", FOLDER / "run.py")
 run = importlib.util.module_from_spec(_spec)

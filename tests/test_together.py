@@ -25,6 +25,8 @@ from tests.fixtures import small_llama
 from tests.test_logging import records
 from tests.test_trainer import SMALL, launch, programs, rows  # noqa: F401
 
+pytestmark = pytest.mark.core
+
 VMAPPED, IN_TURN = Layout(1, True), Layout(2, False)
 SEEDS = (3, 4, 5)
 # one seed has to look for groups longer than another does
@@ -82,7 +84,6 @@ def stopping(monkeypatch, seed: int, step: int, stop) -> None:
     monkeypatch.setattr(RunLogger, "log", logging)
 
 
-@pytest.mark.core
 def test_each_seed_learns_what_it_learns_alone_whatever_stops_it(alone, tmp_path, capsys):
     def stop_all():  # Ctrl-C
         os.kill(os.getpid(), signal.SIGINT)
@@ -123,7 +124,6 @@ def test_each_seed_learns_what_it_learns_alone_whatever_stops_it(alone, tmp_path
     assert "seed=3: complete already" in said and "seed=4: after:" in said
 
 
-@pytest.mark.core
 def test_seeds_share_programs_the_warm_start_s_too_and_have_a_wandb_run_each(tmp_path, compiles):
     wandb = ("logger=wandb", "logger.wandb=offline", "train.steps=1", "eval.greedy=false")
     warm = ("warmstart=chain", "warmstart.steps=2", "warmstart.batch=4")

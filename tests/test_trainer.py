@@ -19,6 +19,8 @@ from grpo_jax.rollout import Collector
 from grpo_jax.types import TrainingError
 from tests.fixtures import assert_trees_equal, snapshot
 
+pytestmark = pytest.mark.core
+
 # A random model of one layer, which a reward for digits can teach something in a few steps.
 SMALL = (
     "task.k_max=4",
@@ -187,7 +189,6 @@ class Killed(BaseException):
     """Nobody catches it."""
 
 
-@pytest.mark.core
 def test_a_killed_run_goes_on_bit_for_bit(whole, tmp_path):
     """Case L4: ms-swift#9935, PrimeIntellect-ai/prime-rl#3164, paiml/entrenar#294."""
     folder, saved = whole
@@ -226,7 +227,6 @@ def told(monkeypatch, step):
     monkeypatch.setattr(Collector, "collect", collecting)
 
 
-@pytest.mark.core
 def test_a_preempted_run_saves_and_goes_on(whole, tmp_path, monkeypatch):
     folder, before = tmp_path / "run", signal.getsignal(signal.SIGTERM)
     told(monkeypatch, 3)  # checkpoints are of steps 2 and 4
@@ -336,7 +336,6 @@ def test_twenty_steps_on_three_prompts_compile_nothing_after_the_first(
     assert table[-1]["position"] == sum(4 * row["filter/rounds"] for row in table)
 
 
-@pytest.mark.core
 def test_another_job_of_a_sweep_compiles_nothing(whole, tmp_path):
     """With the first one's programs on disk; what a process has in memory goes with it."""
     missed = []
@@ -355,7 +354,6 @@ def test_another_job_of_a_sweep_compiles_nothing(whole, tmp_path):
     assert rows(tmp_path / "run")[1]["loss"] != rows(whole[0])[1]["loss"]
 
 
-@pytest.mark.core
 def test_a_run_for_wandb_leaves_an_offline_folder(tmp_path):
     launch(tmp_path / "run", "logger=wandb", "logger.wandb=offline", "train.steps=1")
     assert len(list((tmp_path / "run" / "wandb").glob("offline-run-*"))) == 1

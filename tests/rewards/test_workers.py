@@ -20,9 +20,11 @@ ROOT = Path(grpo_jax.__file__).parents[1]
 SECONDS = 0.5
 SCRIPT = """
 import heavy
-import sys, threading
+import signal, sys, threading
 from grpo_jax.rewards.workers import Limits, Workers
 from tests.rewards.in_workers import do
+# a shell that runs the tests in its background has all of them ignore it
+signal.signal(signal.SIGINT, signal.default_int_handler)
 pool = Workers(Limits(workers=2, seconds=50, batch_seconds=60, memory_mb=512))
 print(pool.map(do, ["modules jax numpy hydra heavy"])[0], *pool.map(do, ["pid"]), flush=True)
 if sys.argv[1] == "interrupted":
@@ -178,8 +180,6 @@ def test_no_worker_outlives_its_parent_or_knows_its_script(tmp_path, end):
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        # a shell that runs the tests in its background has them ignore it, their children too
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     line = process.stdout.readline()
     modules, _, pid = line.rpartition(" ")
