@@ -176,7 +176,7 @@ def assemble(run: Run, jit: Callable = jax.jit) -> Work:
     probe = None
     if run.eval.forced_prefix is not None:
         probe = make_sampler(slots + len(words.encode(run.eval.forced_prefix)))
-    group, (fixed, moving) = run.rollout.group_size, _references(run, base, trainable)
+    fixed, moving = _references(run, base, trainable)
     return Work(
         task=task,
         sampler=sampler,
@@ -188,7 +188,9 @@ def assemble(run: Run, jit: Callable = jax.jit) -> Work:
             **common,
         ),
         evaluator=Evaluator(settings=run.eval, rollout=run.rollout, probe_sampler=probe, **common),
-        update=make_update(run.algorithm, learner, optimizer, policy, group, jit, place),
+        update=make_update(
+            run.algorithm, learner, optimizer, policy, run.rollout.group_size, jit, place
+        ),
         base=base,
         reference=fixed,
         schedule=schedule,

@@ -1,9 +1,13 @@
-"""`model.attention` and `model.remat` in a configuration: what is refused, said, and kept."""
+"""`model.attention`, `model.remat` and `model.turn_weights` in a configuration: what is refused,
+said, and done."""
 
+import jax
 import pytest
 
 from grpo_jax.announce import announce
+from grpo_jax.assemble import build_model
 from grpo_jax.check import ConfigError
+from grpo_jax.models.linear import Turned
 from grpo_jax.plan.estimate import Programs
 from tests.composed import run_of
 
@@ -25,6 +29,16 @@ def test_names_are_checked():
         run_of("model.attention=flash")
     with pytest.raises(ConfigError, match=r"model\.remat='some': one of False, True, dots"):
         run_of("model.remat=some")
+    with pytest.raises(ConfigError, match=r"model\.turn_weights='some': one of auto, False, True"):
+        run_of("model.turn_weights=some")
+
+
+@pytest.mark.parametrize("turned", [True, False])
+def test_weights_are_turned_as_the_configuration_says(turned):
+    run = run_of(f"model.turn_weights={turned}")
+    model = build_model(run.model, run.model.shape)
+    params = jax.eval_shape(lambda: model.unstack(model.init(jax.random.key(0))))
+    assert isinstance(params["layers"][0]["mlp"]["down"], Turned) == turned
 
 
 def test_remat_keeps_a_layers_input_or_its_products_too_or_all():
