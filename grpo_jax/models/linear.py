@@ -6,6 +6,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
@@ -38,8 +39,10 @@ def dot(x: Float[Array, "..."], w: Float[Array, "..."] | Turned, axes: int) -> F
     """
     if isinstance(w, Turned):
         batch = x.shape[: x.ndim - axes]
-        y = matmul(x.reshape(-1, w.rows.shape[1]), w.rows, True)
-        return y.reshape(*batch, *w.outside)
+        y = matmul(w.rows, x.reshape(-1, w.rows.shape[1]), True)
+        # the weight is the left factor: read through row by row. XLA would exchange the two and
+        # drop the transpose, but for the barrier
+        return lax.optimization_barrier(y).T.reshape(*batch, *w.outside)
     batch, size = x.shape[: x.ndim - axes], math.prod(w.shape[:axes])
     y = matmul(x.reshape(-1, size), w.reshape(size, -1))
     return checkpoint_name(y.reshape(*batch, *w.shape[axes:]), PRODUCT)

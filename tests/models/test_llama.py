@@ -136,10 +136,12 @@ def test_turned_weights_sample_the_same(dtype, bound):
 
 
 def test_wide_models_weights_are_turned_on_a_cpu():
-    """What the loop reads lies [out, in] (gate and up: 1536 x 512), and has no float32 copy."""
+    """What the loop reads lies [out, in] (gate and up: 1536 x 512), has no float32 copy, and is the
+    left factor of its product with 8 rows."""
     turned, plain = (rolled_out("bfloat16", turn_weights=turn)[0] for turn in ("auto", False))
     assert "bf16[1536,512]" in turned and "f32[1536,512]" not in turned
-    assert "[1536,512]" not in plain
+    assert "f32[1536,8]" in turned
+    assert "[1536,512]" not in plain and "[1536,8]" not in plain
     small = replace(WIDE, hidden_size=256)
     for config, backend, wanted in (
         (WIDE, "cpu", True),
