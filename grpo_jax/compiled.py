@@ -1,4 +1,4 @@
-"""Compiled programs on disk: job 2 of a sweep, and the next run, find theirs there.
+"""How programs are compiled, and kept on disk: job 2 of a sweep finds its programs there.
 
 XLA's own compilation cache (`jax_compilation_cache_dir`), which names a program by all that it
 depends on. `JAX_ENABLE_COMPILATION_CACHE=false` in the environment turns it off.
@@ -8,12 +8,25 @@ Whoever can write there decides what this process runs: the folder is its user's
 
 import os
 import tempfile
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
 import jax
 
 MOST = 2**30  # bytes; the default run has 2 MB
+LEVEL = "xla_backend_optimization_level"
+
+
+def jit_program(function: Callable, **options) -> Callable:
+    """`jax.jit`, for the programs that take seconds to compile; not to be called within another.
+
+    On a CPU by LLVM's level 2: its 3 takes up to a third longer to compile and makes nothing
+    quicker (docs/performance.md). A level in XLA_FLAGS goes first.
+    """
+    if jax.default_backend() == "cpu" and LEVEL not in os.environ.get("XLA_FLAGS", ""):
+        options["compiler_options"] = {LEVEL: 2}
+    return jax.jit(function, **options)
 
 
 def keep_compiled(folder: Path) -> str | None:

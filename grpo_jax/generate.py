@@ -15,6 +15,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from grpo_jax import refill
+from grpo_jax.compiled import jit_program
 from grpo_jax.kernels import sampling
 from grpo_jax.kernels.matmul import matmul
 from grpo_jax.models.llama import Model
@@ -39,7 +40,7 @@ class JaxSampler:
     eos_ids: tuple[int, ...]
     pad_id: int
     slots: int | None = None
-    jit: Callable = jax.jit
+    jit: Callable = jit_program
     place: Placement = ONE_DEVICE
     _params: Params | None = None
     _version: int = 0

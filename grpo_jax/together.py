@@ -34,6 +34,7 @@ import jax
 import jax.numpy as jnp
 
 from grpo_jax.assemble import Run
+from grpo_jax.compiled import jit_program
 from grpo_jax.logging import write_failed
 from grpo_jax.preemption import Preempted, heard
 from grpo_jax.screen import named, say
@@ -290,7 +291,7 @@ class _Program:
 
         self._compiled = False
         self._turns = threading.Lock()
-        self._call = jax.jit(together, donate_argnums=0)
+        self._call = jit_program(together, donate_argnums=0)
 
     def __call__(self, donated: list, kept: list) -> list[Any]:
         if self._compiled:

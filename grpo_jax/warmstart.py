@@ -24,6 +24,7 @@ from safetensors.numpy import load_file, save_file
 from tqdm import tqdm
 
 from grpo_jax import hosts
+from grpo_jax.compiled import jit_program
 from grpo_jax.generate import given_rollout
 from grpo_jax.kernels.logprobs import token_logprobs
 from grpo_jax.models.llama import Model
@@ -62,7 +63,7 @@ def warm_params(
     identity: dict,
     cache: Path,
     progress: bool,
-    jit: Callable = jax.jit,
+    jit: Callable = jit_program,
 ) -> tuple[Params, bool]:
     """(parameters, whether they came from the cache). Training takes tens of seconds.
 

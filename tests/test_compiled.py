@@ -8,7 +8,7 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
 from grpo_jax import compiled
-from grpo_jax.compiled import keep_compiled
+from grpo_jax.compiled import jit_program, keep_compiled
 
 NAMES = (
     "jax_compilation_cache_dir",
@@ -52,6 +52,28 @@ def test_another_process_finds_the_smallest_program_compiled(tmp_path, hits):
     jax.clear_caches()  # what a process keeps in memory
     assert program() == first
     assert hits() == (len(written), len(written))
+
+
+@pytest.mark.parametrize(
+    ("flags", "other"), [("", True), ("--xla_backend_optimization_level=0", False)]
+)
+def test_programs_have_their_level_on_a_cpu_unless_one_is_given(
+    flags, other, tmp_path, hits, monkeypatch
+):
+    """The tests' own level is 0: another is another program to the cache."""
+    monkeypatch.setenv("XLA_FLAGS", flags)
+    keep_compiled(tmp_path)
+
+    def doubled(x):
+        return 2.5 * x
+
+    one = jnp.float32(1.0)
+    expected = jax.jit(doubled)(one)
+    jax.clear_caches()
+    found, made = hits()
+    got = jit_program(doubled)(one)
+    assert hits() == ((found, made + 1) if other else (found + 1, made))
+    assert got == expected
 
 
 def test_it_can_be_turned_off(tmp_path):
