@@ -31,7 +31,16 @@ def _forward(x, w, transposed):
 
 
 def _backward(transposed, saved, cotangent):
-    x, w = saved
+    return matmul_gradients(*saved, cotangent, transposed)
+
+
+def matmul_gradients(
+    x: Float[Array, "N I"],
+    w: Float[Array, "I O"] | Float[Array, "O I"],
+    cotangent: Float[Array, "N O"],
+    transposed: bool = False,
+) -> tuple[Float[Array, "N I"], Float[Array, "..."]]:
+    """Those of `matmul(x, w, transposed)` in x and w, in their dtypes."""
     g = cotangent.astype(x.dtype)
     back = _product(g, w.astype(x.dtype), 1, 0 if transposed else 1).astype(x.dtype)
     rows, columns = (g, x) if transposed else (x, g)

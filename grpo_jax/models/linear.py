@@ -10,7 +10,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
-from grpo_jax.kernels.matmul import matmul, outer
+from grpo_jax.kernels.matmul import matmul, matmul_gradients, outer
 
 PRODUCT = "product"  # what `remat="dots"` keeps, by this name
 
@@ -43,9 +43,34 @@ def dot(x: Float[Array, "..."], w: Float[Array, "..."] | Turned, axes: int) -> F
         # the weight is the left factor: read through row by row. XLA would exchange the two and
         # drop the transpose, but for the barrier
         return lax.optimization_barrier(y).T.reshape(*batch, *w.outside)
-    batch, size = x.shape[: x.ndim - axes], math.prod(w.shape[:axes])
-    y = matmul(x.reshape(-1, size), w.reshape(size, -1))
-    return checkpoint_name(y.reshape(*batch, *w.shape[axes:]), PRODUCT)
+    return checkpoint_name(_dot(x, w, axes), PRODUCT)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _dot(x, w, axes):
+    y = matmul(*_flat(x, w, axes))
+    return y.reshape(*x.shape[: x.ndim - axes], *w.shape[axes:])
+
+
+def _dot_forward(x, w, axes):
+    # w as it came, or a scan over layers would keep a copy of every layer's for the backward pass
+    return _dot(x, w, axes), (x, w)
+
+
+def _dot_backward(axes, saved, cotangent):
+    x, w = saved
+    flat = _flat(x, w, axes)
+    g = cotangent.reshape(len(flat[0]), -1)
+    back = matmul_gradients(*flat, g)
+    return tuple(a.reshape(like.shape) for a, like in zip(back, saved, strict=True))
+
+
+_dot.defvjp(_dot_forward, _dot_backward)
+
+
+def _flat(x, w, axes):
+    size = math.prod(w.shape[:axes])
+    return x.reshape(-1, size), w.reshape(size, -1)
 
 
 @jax.custom_vjp

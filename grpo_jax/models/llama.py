@@ -26,6 +26,7 @@ from jax import lax
 from jaxtyping import Array, Float, Key
 
 from grpo_jax.kernels.matmul import lookup
+from grpo_jax.kernels.rms_norm import rms_norm
 from grpo_jax.models import decoding, lora
 from grpo_jax.models.attention import Attention, blockwise
 from grpo_jax.models.config import LlamaConfig
@@ -133,9 +134,7 @@ class RMSNorm(nnx.Module):
         self.eps = eps
 
     def __call__(self, x: Float[Array, "*b D"]) -> Float[Array, "*b D"]:
-        y = x.astype(jnp.float32)
-        y = y * lax.rsqrt(jnp.mean(y * y, -1, keepdims=True) + self.eps)
-        return (y * self.scale[...]).astype(x.dtype)
+        return rms_norm(x, self.scale[...], self.eps)
 
 
 class Attention(nnx.Module):

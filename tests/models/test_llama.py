@@ -115,6 +115,33 @@ def test_cached_decode_equals_the_full_forward(kind, unrolled, turned):
     np.testing.assert_allclose(got @ head.T, want @ head.T, atol=1e-4, rtol=0)
 
 
+def test_the_layers_keep_activations_for_the_backward_pass_and_no_weights():
+    """What a scan over layers stacks: what came in, both norms' rows, q, k, v, the attention (in
+    two layouts, and its log-normalisers), the sum, gate and up, their product. A weight among it
+    would be a copy of every layer's."""
+    B, T, config = 5, 7, LlamaConfig(64, 24, 3, 4, 2, 6, 40)
+    model = llama.build(config)
+    tokens, mask = jnp.zeros((B, T), int), jnp.ones((B, T), bool)
+
+    def loss(params):
+        return model.hidden(params, tokens, mask).sum()
+
+    params = jax.eval_shape(model.init, jax.random.key(0))
+    (scan, *_) = scans(jax.make_jaxpr(jax.grad(loss))(params).jaxpr)
+    kept = [v.aval.shape[1:] for v in scan.outvars[scan.params["num_carry"] :]]
+    assert len(kept) == 12 and all(shape[0] == B for shape in kept), kept
+
+
+def scans(jaxpr):
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "scan" and equation.params["length"] == 3:
+            yield equation
+        for value in equation.params.values():
+            inner = getattr(value, "jaxpr", value)
+            if hasattr(inner, "eqns"):
+                yield from scans(inner)
+
+
 WIDE = LlamaConfig(64, 512, 2, 4, 2, 32, 768)
 
 
