@@ -13,7 +13,6 @@ import optax
 
 from grpo_jax import checkpoint, tokenizer
 from grpo_jax.answers import RolloutSettings, check_columns
-from grpo_jax.compiled import jit_program
 from grpo_jax.engine.sampler import (
     WORKER,
     Engine,
@@ -144,7 +143,7 @@ class Work:
     place: Placement  # where all of it lies
 
 
-def assemble(run: Run, jit: Callable = jit_program) -> Work:
+def assemble(run: Run, jit: Callable = jax.jit) -> Work:
     """Load the data and the model (or warm-start it), and build every jitted function. `jit` makes
     the programs that take time, as `jax.jit` does (`together.py`)."""
     python = find_python(run.engine) if run.engine.external else None
@@ -363,7 +362,7 @@ def _read(settings: ModelSettings, path: Path) -> tuple[LlamaConfig, Params]:
 
 
 def load_model(
-    run: Run, task: Task | None, words: Tokenizer, slots: int, jit: Callable = jit_program
+    run: Run, task: Task | None, words: Tokenizer, slots: int, jit: Callable = jax.jit
 ) -> tuple[llama.Model, Params]:
     """The model and its first parameters, of `model.base_dtype`: read, warm-started or random. The
     task is for the warm start, and so is `jit`."""

@@ -8,7 +8,6 @@ Whoever can write there decides what this process runs: the folder is its user's
 
 import os
 import tempfile
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -18,15 +17,16 @@ MOST = 2**30  # bytes; the default run has 2 MB
 LEVEL = "xla_backend_optimization_level"
 
 
-def jit_program(function: Callable, **options) -> Callable:
-    """`jax.jit`, for the programs that take seconds to compile; not to be called within another.
+def quickly() -> dict[str, int] | None:
+    """`compiler_options` of `jax.jit` for the sampler, which has a program part for each layer.
 
-    On a CPU by LLVM's level 2: its 3 takes up to a third longer to compile and makes nothing
-    quicker (docs/performance.md). A level in XLA_FLAGS goes first.
+    On a CPU it is LLVM's level 2: its 3 takes up to a third longer to compile, and samples no
+    quicker. (By 2, an update in bfloat16 runs more than twice as long: docs/performance.md.) A
+    level in XLA_FLAGS goes first.
     """
-    if jax.default_backend() == "cpu" and LEVEL not in os.environ.get("XLA_FLAGS", ""):
-        options["compiler_options"] = {LEVEL: 2}
-    return jax.jit(function, **options)
+    if jax.default_backend() != "cpu" or LEVEL in os.environ.get("XLA_FLAGS", ""):
+        return None
+    return {LEVEL: 2}
 
 
 def keep_compiled(folder: Path) -> str | None:

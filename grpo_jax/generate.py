@@ -14,8 +14,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from grpo_jax import refill
-from grpo_jax.compiled import jit_program
+from grpo_jax import compiled, refill
 from grpo_jax.kernels import sampling
 from grpo_jax.kernels.matmul import matmul
 from grpo_jax.models.llama import Model
@@ -40,7 +39,7 @@ class JaxSampler:
     eos_ids: tuple[int, ...]
     pad_id: int
     slots: int | None = None
-    jit: Callable = jit_program
+    jit: Callable = jax.jit
     place: Placement = ONE_DEVICE
     _params: Params | None = None
     _version: int = 0
@@ -60,7 +59,9 @@ class JaxSampler:
         rows = np.asarray(row_ids, np.int32)
         program = self._programs.get(params)
         if program is None:
-            program = self._programs[params] = self.jit(partial(self._rollout, params))
+            rollout = partial(self._rollout, params)
+            program = self.jit(rollout, compiler_options=compiled.quickly())
+            self._programs[params] = program
         dealt = self.place.share(dealt_out(ids, mask, rows, self.place.shards))
         rollout = program(self._params, *dealt, self.place.share(key), np.int32(self._version))
         if len(rollout.mask) == len(rows):

@@ -17,7 +17,6 @@ from jax import lax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Int
 
-from grpo_jax.compiled import jit_program
 from grpo_jax.knobs import knobs, with_knobs
 from grpo_jax.loss import policy_loss
 from grpo_jax.models.llama import Model
@@ -59,7 +58,7 @@ def make_update(
     optimizer: optax.GradientTransformation | Optimizer,
     settings: PolicySettings,
     group: int = 1,
-    jit: Callable = jit_program,
+    jit: Callable = jax.jit,
     place: Placement = ONE_DEVICE,
 ) -> Update:
     """(state, batch, rows, entropy_coef=None, reference=None, base=None) -> (state, metrics): one

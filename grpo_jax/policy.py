@@ -11,7 +11,6 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from grpo_jax.compiled import jit_program
 from grpo_jax.kernels.logprobs import token_kl, token_logprobs
 from grpo_jax.models import lora
 from grpo_jax.models.llama import Model
@@ -98,7 +97,7 @@ def sequence_logprobs(
 def make_logprobs(
     model: Model,
     settings: PolicySettings,
-    jit: Callable = jit_program,
+    jit: Callable = jax.jit,
     place: Placement = ONE_DEVICE,
 ) -> Callable:
     """Jitted (params, rollout, group=1) -> (logp [B,T], entropy [B,T]), a micro-batch at a time;
@@ -120,7 +119,7 @@ def make_logprobs(
 def make_exact_kl(
     model: Model,
     settings: PolicySettings,
-    jit: Callable = jit_program,
+    jit: Callable = jax.jit,
     place: Placement = ONE_DEVICE,
 ) -> Callable:
     """Jitted (params, reference, rollout, group=1) -> full-vocabulary KL(policy || reference)

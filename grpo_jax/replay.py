@@ -19,7 +19,6 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float
 
-from grpo_jax.compiled import jit_program
 from grpo_jax.learner import UPDATE, loss
 from grpo_jax.models.llama import Model
 from grpo_jax.policy import PolicySettings, TokenStats, cut, stats_by_parts, token_stats, whole
@@ -132,7 +131,7 @@ class Passes:
 
     def _program(self, name: str, make: Callable) -> Callable:
         if name not in self._programs:
-            self._programs[name] = jit_program(make(self.model, self.settings))
+            self._programs[name] = jax.jit(make(self.model, self.settings))
         return self._programs[name]
 
 

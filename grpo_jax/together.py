@@ -34,7 +34,6 @@ import jax
 import jax.numpy as jnp
 
 from grpo_jax.assemble import Run
-from grpo_jax.compiled import jit_program
 from grpo_jax.logging import write_failed
 from grpo_jax.preemption import Preempted, heard
 from grpo_jax.screen import named, say
@@ -170,9 +169,11 @@ class Team:
         *,
         static_argnums: int | tuple[int, ...] = (),
         donate_argnums: int | tuple[int, ...] = (),
+        compiler_options: dict | None = None,
     ) -> Callable:
         """As `jax.jit`, for positional arguments. Functions of one name are taken for the same:
-        what the threads' functions close over must be equal."""
+        what the threads' functions close over must be equal. `compiler_options` are not used: one
+        program computes several calls."""
         name, static, donate = _name(function), _places(static_argnums), _places(donate_argnums)
 
         def call(*arguments: Any) -> Any:
@@ -291,7 +292,7 @@ class _Program:
 
         self._compiled = False
         self._turns = threading.Lock()
-        self._call = jit_program(together, donate_argnums=0)
+        self._call = jax.jit(together, donate_argnums=0)
 
     def __call__(self, donated: list, kept: list) -> list[Any]:
         if self._compiled:

@@ -13,7 +13,6 @@ from tqdm import tqdm
 
 from grpo_jax import hosts, preemption, recording
 from grpo_jax.assemble import Run, Work, assemble
-from grpo_jax.compiled import jit_program
 from grpo_jax.folder import claim, hold, refuse_other
 from grpo_jax.learner import minibatches
 from grpo_jax.logging import write_done
@@ -33,7 +32,7 @@ TOLD = ("eval/accuracy", "eval/greedy_accuracy", "exact/probability", "probe/for
 TOLD_SAMPLES = 4
 
 
-def train(run: Run, jit: Callable = jit_program) -> dict[str, float]:
+def train(run: Run, jit: Callable = jax.jit) -> dict[str, float]:
     """Train, evaluate, log, save -> the last evaluation's metrics.
 
     A run folder that is already complete is left as it is, and one with checkpoints is resumed

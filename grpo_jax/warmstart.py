@@ -24,7 +24,6 @@ from safetensors.numpy import load_file, save_file
 from tqdm import tqdm
 
 from grpo_jax import hosts
-from grpo_jax.compiled import jit_program
 from grpo_jax.generate import given_rollout
 from grpo_jax.kernels.logprobs import token_logprobs
 from grpo_jax.models.llama import Model
@@ -63,7 +62,7 @@ def warm_params(
     identity: dict,
     cache: Path,
     progress: bool,
-    jit: Callable = jit_program,
+    jit: Callable = jax.jit,
 ) -> tuple[Params, bool]:
     """(parameters, whether they came from the cache). Training takes tens of seconds.
 

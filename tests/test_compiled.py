@@ -4,11 +4,16 @@ import os
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
 from grpo_jax import compiled
-from grpo_jax.compiled import jit_program, keep_compiled
+from grpo_jax.compiled import keep_compiled
+from grpo_jax.generate import JaxSampler
+from grpo_jax.models import llama
+from grpo_jax.models.config import LlamaConfig
+from grpo_jax.types import SamplingParams
 
 NAMES = (
     "jax_compilation_cache_dir",
@@ -16,11 +21,14 @@ NAMES = (
     "jax_enable_compilation_cache",
 )
 
+LEVEL0 = "xla_backend_optimization_level=0"
+
 
 @pytest.fixture(autouse=True)
 def settings():
     before = {name: jax.config.values[name] for name in NAMES}
     compilation_cache.reset_cache()
+    jax.clear_caches()  # small programs that other files' imports have left in memory
     yield
     for name, value in before.items():
         jax.config.update(name, value)
@@ -54,26 +62,27 @@ def test_another_process_finds_the_smallest_program_compiled(tmp_path, hits):
     assert hits() == (len(written), len(written))
 
 
-@pytest.mark.parametrize(
-    ("flags", "other"), [("", True), ("--xla_backend_optimization_level=0", False)]
-)
-def test_programs_have_their_level_on_a_cpu_unless_one_is_given(
-    flags, other, tmp_path, hits, monkeypatch
-):
-    """The tests' own level is 0: another is another program to the cache."""
+@pytest.mark.parametrize(("flags", "asked"), [("", {compiled.LEVEL: 2}), ("--" + LEVEL0, None)])
+def test_the_sampler_has_its_level_on_a_cpu_unless_one_is_given(flags, asked, monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", flags)
-    keep_compiled(tmp_path)
+    seen = []
 
-    def doubled(x):
-        return 2.5 * x
+    def jit(function, **options):
+        seen.append(options)
+        return jax.jit(function, **options)
 
-    one = jnp.float32(1.0)
-    expected = jax.jit(doubled)(one)
-    jax.clear_caches()
-    found, made = hits()
-    got = jit_program(doubled)(one)
-    assert hits() == ((found, made + 1) if other else (found + 1, made))
-    assert got == expected
+    model = llama.build(LlamaConfig(16, 8, 1, 2, 1, 4, 16))
+    sampler = JaxSampler(model, prompt_slots=4, eos_ids=(1,), pad_id=0, jit=jit)
+    sampler.load(model.init(jax.random.key(0)), 0)
+    rollout = sampler.sample([[3, 4]], np.arange(2), SamplingParams(2), jax.random.key(1))
+    assert rollout.completion.shape == (2, 2)
+    assert seen == [{"compiler_options": asked}]
+
+
+def test_an_accelerator_has_its_own(monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", "")
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert compiled.quickly() is None
 
 
 def test_it_can_be_turned_off(tmp_path):

@@ -14,7 +14,6 @@ import numpy as np
 import optax
 from jaxtyping import Array, Float
 
-from grpo_jax.compiled import jit_program
 from grpo_jax.generate import JaxSampler, given_rollout
 from grpo_jax.learner import make_gradient, make_update
 from grpo_jax.models import llama
@@ -87,7 +86,7 @@ class Programs:
         )
         self.score = make_logprobs(model, policy)
         self.optimize = make_optimizer(ADAMW, make_schedule(ADAMW, 1))
-        self.differentiate = jit_program(make_gradient(algorithm, model, policy, shape.group))
+        self.differentiate = jax.jit(make_gradient(algorithm, model, policy, shape.group))
         self.update = make_update(algorithm, model, self.optimize, policy, shape.group)
         rng = np.random.default_rng(1)
         vocab = shape.model.vocab_size
