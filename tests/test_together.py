@@ -84,6 +84,15 @@ def stopping(monkeypatch, seed: int, step: int, stop) -> None:
     monkeypatch.setattr(RunLogger, "log", logging)
 
 
+@pytest.fixture
+def interruptible():
+    """A shell has what it runs in the background ignore SIGINT."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_each_seed_learns_what_it_learns_alone_whatever_stops_it(alone, tmp_path, capsys):
     def stop_all():  # Ctrl-C
         os.kill(os.getpid(), signal.SIGINT)
