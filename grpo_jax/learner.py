@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Int
 
 from grpo_jax.knobs import knobs, with_knobs
-from grpo_jax.loss import policy_loss
+from grpo_jax.loss import SUMS, policy_loss
 from grpo_jax.models.llama import Model
 from grpo_jax.optim import Optimizer
 from grpo_jax.policy import PolicySettings, TokenStats, cut, stats_by_parts, token_stats, whole
@@ -194,10 +194,10 @@ def _part_by_part(
 
     micro = cut(rows, settings.micro_batch_rows)
     first = jax.tree.map(lambda a: a[0], micro)
-    shapes = jax.eval_shape(whole_of, *first)
 
     def nothing():  # made where it is needed: as a constant it would be one gradient more in memory
-        return jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), shapes)
+        zero = jnp.float32(0)
+        return zero, dict.fromkeys((*SUMS, "seen"), zero), jax.tree.map(jnp.zeros_like, params)
 
     if len(micro[1]) == 1:  # nothing to add up, which takes two more copies of the gradient
         value, sums, grad = one(*first)

@@ -11,6 +11,9 @@ from grpo_jax.kernels.masked import Knob, bounded_exp, masked_sum
 from grpo_jax.rules import asks, call
 from grpo_jax.types import Algorithm
 
+# what `policy_loss` adds up, by name
+SUMS = "tokens", "selected", "clip_low", "clip_high", "ratio", "kl", "objective", "penalty", "bonus"
+
 
 def policy_loss(
     algorithm: Algorithm,
@@ -44,9 +47,9 @@ def policy_loss(
       key: for a rule that draws at random (`clip=clip_cov`).
 
     Returns:
-      The loss, and sums that add up too: over tokens `tokens`, `selected`, `clip_low`, `clip_high`
-      (clipped, by the sign of the advantage), `ratio`, `kl` (nats, no coefficient); under `weight`
-      `objective`, `penalty`, `bonus`, so that loss = penalty - objective - bonus.
+      The loss, and `SUMS`, which add up too: over tokens `tokens`, `selected`, `clip_low`,
+      `clip_high` (clipped, by the sign of the advantage), `ratio`, `kl` (nats, no coefficient);
+      under `weight` `objective`, `penalty`, `bonus`, so that loss = penalty - objective - bonus.
 
     Raises ValueError where a rule needs an argument that is None.
     """

@@ -17,7 +17,7 @@ A dict "lora" in a layer's attention or mlp (see lora.py) is applied; without on
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -229,16 +229,28 @@ class Llama(nnx.Module):
             self.head = Embedding(c, c.hidden_size**-0.5, rngs)
 
 
-def _module(declare: Callable, params: Params):
-    """The declared module with `params` in place of its own (which are never allocated)."""
-    graph, state = nnx.split(nnx.eval_shape(declare))
+@lru_cache
+def _declared(declare: Callable, *arguments):
+    """(graph, abstract state) of the module that `declare` makes, whose parameters are never
+    allocated. Once: declaring a layer takes as long as tracing it."""
+    return nnx.split(nnx.eval_shape(partial(declare, *arguments)))
+
+
+def _module(params: Params, declare: Callable, *arguments):
+    """The declared module with `params` in place of its own."""
+    graph, state = _declared(declare, *arguments)
+    state = jax.tree.map(lambda leaf: leaf, state)  # a copy, to be written to
     nnx.replace_by_pure_dict(state, params)
     return nnx.merge(graph, state)
 
 
+def _layer(config: LlamaConfig, lora_scale: float, ranks: tuple[tuple[str, int], ...]) -> Block:
+    return Block(config, nnx.Rngs(0), dict(ranks), lora_scale)
+
+
 def _block(config: LlamaConfig, lora_scale: float, layer: Params) -> Block:
     """One layer, from that layer's slice of the stacked parameters, with the adapters in it."""
-    return _module(lambda: Block(config, nnx.Rngs(0), lora.ranks(layer), lora_scale), layer)
+    return _module(layer, _layer, config, lora_scale, tuple(lora.ranks(layer).items()))
 
 
 def _as_they_are(params: Params) -> Params:
@@ -257,8 +269,7 @@ def _head(config: LlamaConfig, gather, params: Params) -> Float[Array, "V D"]:
 
 
 def _final_norm(config: LlamaConfig, params: Params, x):
-    declare = partial(RMSNorm, config.hidden_size, config.rms_norm_eps)
-    return _module(declare, params["norm"])(x)
+    return _module(params["norm"], RMSNorm, config.hidden_size, config.rms_norm_eps)(x)
 
 
 def _run(block, remat, params, x, turn, attend):

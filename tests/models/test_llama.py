@@ -315,3 +315,20 @@ def test_smollm2_decodes_greedily_as_transformers(smollm2, index):
     mask = jnp.arange(ids.shape[1])[None] >= 2
     states = decode_all(model, params, ids, mask, added)[:, :-1]
     assert (states @ model.head(params).T).argmax(-1).tolist() == added.tolist()
+
+
+def test_layers_are_declared_once_and_share_no_parameters():
+    """Inside a trace, which must not outlive it, as outside; adapters are another declaration."""
+    config = LlamaConfig(16, 8, 2, 2, 1, 4, 16)
+    params = llama.init(config, jax.random.key(0))
+    llama._declared.cache_clear()
+    with jax.checking_leaks():
+        jax.jit(llama.build(config).hidden)(params, jnp.array([[3, 4]]), jnp.ones((1, 2), bool))
+    layers = [jax.tree.map(lambda a, i=i: a[i], params["layers"]) for i in range(2)]
+    one, other = (llama._block(config, 1.0, layer) for layer in layers)
+    assert llama._declared.cache_info().misses == 2  # a layer, the last norm
+    for block, layer in ((one, layers[0]), (other, layers[1])):
+        np.testing.assert_array_equal(block.mlp.down[...], layer["mlp"]["down"])
+    ranked = {"lora": {"q": {"a": jnp.ones((config.hidden_size, 3)), "b": jnp.ones((3, 4))}}}
+    llama._block(config, 1.0, layers[0] | {"attention": layers[0]["attention"] | ranked})
+    assert llama._declared.cache_info().misses == 3
