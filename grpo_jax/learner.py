@@ -90,10 +90,14 @@ def make_update(
         norm = optax.tree.norm(grad)
         finite = jnp.isfinite(value) & jnp.isfinite(norm)
         empty = sums["tokens"] == 0
-        steps, opt_state = optimizer.update(grad, state.opt_state, state.trainable, **numbers)
-        trainable = optax.apply_updates(state.trainable, steps)
-        new, old = (trainable, opt_state), (state.trainable, state.opt_state)
-        trainable, opt_state = jax.tree.map(partial(jnp.where, finite & ~empty), new, old)
+
+        def step(trainable, opt_state):
+            steps, opt_state = optimizer.update(grad, opt_state, trainable, **numbers)
+            return optax.apply_updates(trainable, steps), opt_state
+
+        # not a `where`: that keeps the old ones until all is known, a copy of each in memory
+        held = state.trainable, state.opt_state
+        trainable, opt_state = lax.cond(finite & ~empty, step, lambda *held: held, *held)
         metrics = _metrics(algorithm, value, norm, sums) | {"nonfinite": ~finite, "empty": empty}
         new_state = TrainState(trainable, opt_state, state.step + 1, state.key, state.reference)
         return place.constrain(new_state), place.everywhere(metrics)

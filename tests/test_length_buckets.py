@@ -112,7 +112,7 @@ def test_an_update_is_the_same():
     for batch in (narrow, replace(narrow, rollout=rollout, **logps)):
         state, metrics = update(make_state(params, optax.sgd(1.0)), batch, rows)
         found.append((state.trainable, metrics))
-    assert_trees_equal(*found, rtol=2e-6, atol=2e-6)
+    assert_trees_equal(*found, rtol=1e-5, atol=1e-5)  # without AVX-512, 4e-6 is seen
     moved = jax.tree.map(lambda a, b: float(jnp.abs(a - b).max()), params, found[0][0])
     assert moved["head"]["embedding"] > 0.01
 

@@ -1,5 +1,6 @@
 """Bytes of the compiled programs: what must not grow does not. XLA's own figures, so exact."""
 
+import re
 from dataclasses import replace
 from functools import partial
 
@@ -9,16 +10,18 @@ import pytest
 
 from grpo_jax.config import load_algorithm
 from grpo_jax.generate import generate
-from grpo_jax.learner import make_gradient
+from grpo_jax.learner import make_gradient, make_update
 from grpo_jax.models import llama
 from grpo_jax.models.attention import blockwise
 from grpo_jax.models.config import LlamaConfig
+from grpo_jax.optim import OptimSettings, make_optimizer, make_schedule
 from grpo_jax.policy import PolicySettings
-from grpo_jax.types import SamplingParams
+from grpo_jax.types import SamplingParams, TrainState
 from tests.fixtures import make_batch
 
 MIB = 2**20
 WIDE = LlamaConfig(4096, 64, 2, 4, 2, 16, 128)
+OPTIM = OptimSettings(0.01, "constant", 0, 1.0, 0.9, 0.99, 1e-8, 0.01, 1.0)
 
 
 def temp_bytes(program, *arguments):
@@ -65,6 +68,28 @@ def test_the_update_grows_linearly_with_the_length(remat):
     short, _ = gradient_bytes(shape, 256, tokens=128, remat=remat)
     long, _ = gradient_bytes(shape, 256, tokens=512, remat=remat)
     assert long < 4.6 * short
+
+
+def test_the_update_writes_parameters_and_moments_in_place():
+    """To leave them alone where a step isn't finite takes no copy of any."""
+    model = llama.build(WIDE)
+    optimizer = make_optimizer(OPTIM, make_schedule(OPTIM, 1))
+    algorithm = load_algorithm("grpo", "kl=none")
+    update = make_update(algorithm, model, optimizer, PolicySettings(1.0, 16, 256), group=2)
+
+    def state(key):
+        params = model.init(key)
+        return TrainState(params, optimizer.init(params), jnp.int32(0), key)
+
+    given = jax.eval_shape(state, jax.random.key(0))
+    rows = jax.ShapeDtypeStruct((16,), jnp.int32)
+    compiled = update.lower(given, batch_of(16, 8), rows).compile()
+    matrices = {leaf.shape for leaf in jax.tree.leaves(given.trainable) if leaf.size >= 2**14}
+    copied = re.findall(r"= f32\[([\d,]+)\]\S* copy\(", compiled.as_text())
+    copied = [tuple(map(int, shape.split(","))) for shape in copied]
+    assert copied and not matrices & set(copied)
+    size = sum(4 * leaf.size for leaf in jax.tree.leaves((given.trainable, given.opt_state)))
+    assert compiled.memory_analysis().alias_size_in_bytes >= size
 
 
 def rollout_bytes(tokens, rows=32, prompts=4, layers=64, slots=16, config=WIDE):
