@@ -95,7 +95,7 @@ def make_update(
             steps, opt_state = optimizer.update(grad, opt_state, trainable, **numbers)
             return optax.apply_updates(trainable, steps), opt_state
 
-        # not a `where`: that keeps the old ones until all is known, a copy of each in memory
+        # not a `where`: it needs the old moments beside the new ones, for which XLA copies them
         held = state.trainable, state.opt_state
         trainable, opt_state = lax.cond(finite & ~empty, step, lambda *held: held, *held)
         metrics = _metrics(algorithm, value, norm, sums) | {"nonfinite": ~finite, "empty": empty}
